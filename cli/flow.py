@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ycore.flow.flow_settings import FlowConfig
     from ycore.run.claim import Resume
 
-FlowModel = o.text("Folder of a flow model as diffusers saves it, or flow-digits.", "--model")
+FlowModel = o.text("Folder of a flow model as diffusers saves it.", "--model")
 Conditions = o.text(
     "Rows that each ask for a class; or `classes`, each once; e.g. prompts.jsonl.", "--dataset"
 )
@@ -72,13 +72,7 @@ def flow(context: typer.Context, **options: Any) -> None:
 def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str, Any]:
     """Plan the run as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.config.resolve import check_trackers
-    from ycore.flow.flow_inputs import (
-        DIGITS_CLASSES,
-        FlowFolder,
-        check_flow_needs,
-        flow_model,
-        load_conditions,
-    )
+    from ycore.flow.flow_inputs import flow_model, load_conditions
     from ycore.flow.flow_settings import IMAGES
     from ycore.judge.sources import check_picture_judges, is_judge
     from ycore.rewards.worker_client import check_reward
@@ -87,15 +81,10 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     from ycore.run.secrets import redact
     from ycore.sandbox.level import choose_level
 
-    check_flow_needs(config.model)
+    model = flow_model(config.model)
+    model.check_guidance(config.flow.guidance)
     check_trackers(config)
-    folder = flow_model(config.model)
-    known = FlowFolder(folder) if folder.is_dir() else None
-    if known is not None:
-        known.check_guidance(config.flow.guidance)
-    prompts = load_conditions(
-        config, num_classes=DIGITS_CLASSES if known is None else known.num_classes
-    )
+    prompts = load_conditions(config, num_classes=model.num_classes)
     columns = [*prompts.columns, IMAGES]
     check_picture_judges(config, prompts.columns)
     for reward in (*config.rewards, *config.eval_rewards):
@@ -110,20 +99,13 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     home = RunFolder(Path(config.output))
     check_claim(home, config, resume=resume, resume_options=how)
     if resume and not how.accept_changes:
-        contents = None
-        if known is not None:
-            weights = known.root / known.part
-            contents = contents_of(prompts.identity, weights, config.code_files)
-        check_began_with(home, contents)
+        weights = model.root / model.part
+        check_began_with(home, contents_of(prompts.identity, weights, config.code_files))
     return {
         "config": redact(config.model_dump(mode="json")),
         "ranks": {"world": 1},
         "trl": {"max_steps": config.steps},
-        "model": {
-            "folder": str(folder),
-            "ready": known is not None,
-            "network": known and known.network,
-        },
+        "model": {"folder": str(model.root), "network": model.network},
         "dataset": {
             "rows": len(prompts.prompts),
             "columns": list(prompts.columns),
@@ -137,8 +119,7 @@ def flow_plan_rows(
     config: "FlowConfig", plan: Mapping[str, Any], *, resume: bool
 ) -> list[tuple[str, str]]:
     """The plan as a person reads it, a name and a text each."""
-    flow, model = config.flow, plan["model"]
-    network = model["network"] or "is made once, from scikit-learn's digits, in a minute or two"
+    flow = config.flow
     weights = "every weight" if config.lora is None else f"LoRA r={config.lora.r}"
     noise = ""
     if flow.rule == "sde":
@@ -153,7 +134,7 @@ def flow_plan_rows(
     rate = f"learning rate {config.rate:g}"
     measured = f"{config.num_samples} pictures of each class, every {config.every} steps"
     return [
-        ("model", f"{config.model}: {network}"),
+        ("model", f"{config.model}: {plan['model']['network']}"),
         ("dataset", f"{config.dataset}: {num_rows} rows, the class in {column}"),
         ("rewards", ", ".join(rewards)),
         ("sandbox", plan["sandbox"]),

@@ -5,8 +5,9 @@ import string
 from pathlib import Path
 from typing import Any
 
+from ycore_docs.digit_models import IMAGE_TOKEN, processor_of, vision_config
+
 from tests.tiny_model import tiny_tokenizer, write_tiny_model
-from ycore.models.sighted import IMAGE_TOKEN, processor_of, vision_config
 
 _TEXT = {
     "hidden_size": 64,

@@ -148,5 +148,6 @@ def test_a_recipe_that_draws_is_reproduced_like_any_other(
         "runs/three",
         "--dry-run",
     ]
+    save_tiny_model(folder / "models" / "flow-digits")
     assert run(words) == 0
     assert "3 runs of digits in runs/three" in capfd.readouterr().out

@@ -82,10 +82,10 @@ def test_what_cannot_see_is_refused_in_one_line(
     assert len(line.splitlines()) == 1
 
 
-def test_a_judge_that_is_served_here_may_see(capfd: pytest.CaptureFixture[str]) -> None:
-    assert (
-        run(["grpo", "--recipe", "see-and-add", "--reward", "judge:cheerful", "--dry-run"]) == 0
-    )
+def test_a_judge_that_is_served_here_may_see(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run((COMMAND + "--reward judge:cheerful").format(place=place).split()) == 0
     assert "judge cheerful: the policy's base weights" in " ".join(
         capfd.readouterr().out.split()
     )

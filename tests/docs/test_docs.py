@@ -22,14 +22,17 @@ import pytest
 import simulate
 import typer
 import yaml
+import ycore_docs.digit_models as digit_models
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from ycore_cli.main import app
 
 from tests.chaos.__main__ import make_parser as scorecard_parser
 from tests.docs.warm_command import WarmCommand
+from tests.flow.conftest import save_tiny_model
 from tests.gpu.__main__ import make_parser as gpu_parser
 from tests.models.test_gguf_file import write_random_model
+from tests.tiny_vision import write_tiny_vision_model
 from ycore.api import functions
 from ycore.api.functions import Run
 from ycore.api.run_settings import settings_config
@@ -39,7 +42,6 @@ from ycore.config.recipe_files import list_recipes, load_benchmark, load_recipe
 from ycore.config.schema import EvalConfig, RewardConfig, TuneConfig
 from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import fields_of
-from ycore.data.generated import DIGIT_QUESTIONS as QUESTIONS
 from ycore.data.generated import TASKS
 from ycore.errors import ConfigError
 from ycore.rewards.builtin import BUILTIN, CODE, ENVIRONMENT
@@ -192,6 +194,9 @@ def test_a_line_of_the_simulator_runs() -> None:
 )
 def test_lines_of_the_scorecard_name_rows_that_are_there(page: Path, line: str) -> None:
     words = shlex.split(line, comments=True)
+    if words[2] == "ycore_docs.digit_models":
+        digit_models.make_parser().parse_args(words[3:])
+        return
     known = (
         "tests.chaos",
         "tests.chaos.power",
@@ -235,6 +240,12 @@ def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
         write_unfinished_run(
             page, words[2] if words[1] == "resume" else option(line, "--output"), tmp_path
         )
+    if "see-and-add" in words:
+        seeing = tmp_path / "models" / "smollm2-digits"
+        write_tiny_vision_model(seeing)
+        digit_models.write_rows(seeing)
+    if words[1] == "flow":
+        save_tiny_model(tmp_path / "models" / "flow-digits")
     if words[1] == "distill" or "distill-quickstart" in words:
         write_stand_in(tmp_path / "runs" / "quickstart")
     if words[1] == "report":
@@ -739,7 +750,4 @@ def test_shipped_recipes_and_tasks_are_documented() -> None:
     }
     rows = table("docs/options.md", "### Generated tasks")
     tasks = {quoted(name)[0]: quoted(arguments) for name, arguments, _ in rows}
-    arguments = {name: ["digits=1"] for name in TASKS} | {
-        name: ["wrong=0"] for name in QUESTIONS
-    }
-    assert tasks == {f"task:{name}": defaults for name, defaults in arguments.items()}
+    assert tasks == {f"task:{name}": ["digits=1"] for name in TASKS}

@@ -76,13 +76,13 @@ class Algorithm(AlgorithmEntry):
 class AlgorithmFamily(AlgorithmEntry):
     """An algorithm that brings its own config class, trainer and command, because TRL has no trainer for it.
 
+    Its model is a folder.
+
     Its parts are references, `module:attribute`, which `load_reference` imports when they are used. A new family is a
     module with a `FAMILY`, named in `_FAMILY_MODULES`.
     """
 
     run: str  # called with the run's folder in the trainer's process; `trainer.__main__.AlgorithmRun`
-    # Called with the model's name; returns a note for people, and a function that fetches it.
-    model_source: str
     command: str  # the Typer command
     plan: str  # called with the config, `resume` and `how`; returns JSON values, as `training_plan` does
     plan_rows: (

@@ -16,7 +16,6 @@ from urllib.parse import parse_qsl
 
 from ycore.data.table import Table
 from ycore.errors import DataError, nearest
-from ycore.run.images import png_of
 
 _SPLITS = ("train", "test")
 _TEST_SHARE = 5  # about every fifth question is held out
@@ -30,23 +29,13 @@ _GYM_DRAWS_PER_ROW = (
     12  # a test question is one of five: draws enough to find as many as wanted
 )
 
-DIGIT_QUESTIONS = {
-    "see-digit": "Which digit is <image>? Answer with just the number.",
-    "see-and-add": "What is <image> + <image>? Answer with just the number.",
-}
-"""Questions about pictures of handwritten digits, by task name. The answer is the sum of the digits shown."""
-
 
 def task_table(text: str, *, split: str, seed: int) -> Table:
     name, texts = _parse(text, split)
-    known = (*TASKS, *DIGIT_QUESTIONS)
-    if name not in known:
-        way_out = nearest(name, known) or "; take one of them"
-        raise DataError(f"no task {name!r}; there are {', '.join(known)}{way_out}")
-    limits = {
-        **({"digits": (1, 1, 9)} if name in TASKS else {"wrong": (0, 0, 1)}),
-        "size": (1, 1000, _MAX_SIZE),
-    }
+    if name not in TASKS:
+        way_out = nearest(name, TASKS) or "; take one of them"
+        raise DataError(f"no task {name!r}; there are {', '.join(TASKS)}{way_out}")
+    limits = {"digits": (1, 1, 9), "size": (1, 1000, _MAX_SIZE)}
     for key in texts:
         if key not in limits:
             way_out = nearest(key, limits) or "; take one of them"
@@ -60,9 +49,6 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
         for key, (low, default, high) in limits.items()
     }
     chance = random.Random(f"{name} {split} {seed}")
-    if name in DIGIT_QUESTIONS:
-        pictured = list(islice(_digit_rows(name, arguments, split, chance), arguments["size"]))
-        return Table(text, pictured, ("prompt", "images", "answer"))
     rows = list(islice(_rows(name, arguments["digits"], split, chance), arguments["size"]))
     return Table(text, rows, ("prompt", "answer"))
 
@@ -183,33 +169,6 @@ TASKS: Mapping[str, Callable[[int, int], tuple[str, str]]] = {
     "larger": _larger,
 }
 """The question and its answer about two numbers, by the task's name."""
-
-
-def _digit_rows(
-    name: str, arguments: Mapping[str, int], split: str, chance: random.Random
-) -> Iterator[dict[str, Any]]:
-    """Yield rows without end: `prompt`, `images` as PNG files, `answer`.
-
-    With `wrong`, the pictures are drawn at random and do not show the digits of the answer: what a model then gets
-    right, it did not see.
-    """
-    from PIL import Image
-
-    from ycore.models.sighted import read_digits  # numpy waits until it is needed
-
-    pictures, digits = read_digits(split)
-    question = DIGIT_QUESTIONS[name]
-    num_digits = question.count("<image>")
-    while True:
-        answer_rows = [chance.randrange(len(digits)) for _ in range(num_digits)]
-        picture_rows = answer_rows
-        if arguments["wrong"]:
-            picture_rows = [chance.randrange(len(digits)) for _ in range(num_digits)]
-        yield {
-            "prompt": question,
-            "images": [png_of(Image.fromarray(pictures[row])) for row in picture_rows],
-            "answer": str(sum(int(digits[row]) for row in answer_rows)),
-        }
 
 
 def _gym_dataset(

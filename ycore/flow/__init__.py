@@ -5,11 +5,10 @@ from ycore.config.algorithms import AlgorithmFamily
 FAMILY = AlgorithmFamily(
     name="flow",
     config_class="ycore.flow.flow_settings:FlowConfig",
-    model="flow-digits",
+    model="models/flow-digits",
     dataset="prompts.jsonl",
     reward="rewards.py:score",
     run="ycore.flow.flow_run:FlowRun",
-    model_source="ycore.flow.flow_inputs:flow_model_source",
     command="ycore_cli.flow:flow",
     plan="ycore_cli.flow:flow_plan",
     plan_rows="ycore_cli.flow:flow_plan_rows",

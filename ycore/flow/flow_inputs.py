@@ -6,14 +6,8 @@ FOLDER/scheduler                    scheduler_config.json, of a FlowMatch schedu
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT
 from typing import Any
 
 from ycore.data.prompts import RESERVED_COLUMNS, PromptSet
@@ -22,12 +16,7 @@ from ycore.data.table import Table, TableRow
 from ycore.errors import ConfigError, DataError, ModelError, nearest
 from ycore.flow.flow_settings import IMAGES, FlowConfig
 from ycore.models.folder import read_settings
-from ycore.models.hub import build_once, cache_dir
 from ycore.types import Prompt
-
-DIGITS = "flow-digits"
-DIGITS_CLASSES = 10
-_DIGITS_VERSION = 1
 
 _INSTALL = "pip install 'ycore[pictures]'"
 _PARTS = ("transformer", "unet")
@@ -41,14 +30,14 @@ class FlowFolder:
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
             raise ModelError(
-                f"--model {root} is no folder; give the folder of a flow model, or `flow-digits`"
+                f"--model {root} is no folder; give the folder of a flow model that diffusers saved"
             )
         parts = [part for part in _PARTS if (root / part / "config.json").is_file()]
         scheduler = root / "scheduler" / "scheduler_config.json"
         if not parts:
             raise ModelError(
                 f"{root} is no flow model: it has no transformer/config.json and no unet/config.json; "
-                "give a folder that diffusers saved, or `flow-digits`"
+                "give a folder that diffusers saved"
             )
         schedule = read_settings(scheduler)
         name = str(schedule.get("_class_name", "none"))
@@ -106,50 +95,12 @@ class FlowFolder:
         return getattr(diffusers, self.network).from_pretrained(self.root / self.part)
 
 
-def flow_model(name: str) -> Path:
-    """Return the folder that a model's name means, made or not; ModelError for one that is none."""
-    if name == DIGITS and not os.path.isdir(name):
-        return cache_dir() / f"{DIGITS}-{_DIGITS_VERSION}"
-    folder = Path(name).expanduser()
-    FlowFolder(folder)
-    return folder
-
-
-def check_flow_needs(name: str) -> None:
-    """Raise ConfigError where a package that the model needs is not installed."""
-    needed = ("diffusers", "sklearn", "PIL") if name == DIGITS else ("diffusers", "PIL")
-    missing = [package for package in needed if find_spec(package) is None]
-    if missing:
-        raise ConfigError(f"ycore flow needs {missing[0]}, which is not installed; {_INSTALL}")
-
-
-def flow_model_source(name: str) -> tuple[str, Callable[..., Path]]:
-    """Return a note on where a model is, and the function that returns its folder, `fetch(log=...)`."""
-    folder = flow_model(name)
-    note = "is made once, from scikit-learn's digits, in two minutes"
-    if folder.is_dir():
-        note = f"found in {folder}"
-    return note, partial(fetch_flow_model, name)
-
-
-def fetch_flow_model(name: str, *, log: Path) -> Path:
-    """Return the model's folder, made first where it is `flow-digits` and not there yet; ModelError where that fails."""
-    folder = flow_model(name)
-    if name != DIGITS or folder.is_dir():
-        return folder
-
-    def make(partial: Path) -> None:
-        command = [sys.executable, "-P", "-m", "ycore.flow.flow_digits", str(partial)]
-        with log.open("ab") as output:
-            process = subprocess.run(
-                command, stdin=DEVNULL, stdout=output, stderr=STDOUT, check=False
-            )
-        if process.returncode:
-            raise ModelError(
-                f"making {DIGITS} ended with exit status {process.returncode}; its output is in {log}"
-            )
-
-    return build_once(folder, make)
+def flow_model(name: str) -> FlowFolder:
+    """Return the model that `--model` names; ConfigError where a package that it needs is not installed."""
+    for package in ("diffusers", "PIL"):
+        if find_spec(package) is None:
+            raise ConfigError(f"ycore flow needs {package}, which is not installed; {_INSTALL}")
+    return FlowFolder(Path(name).expanduser())
 
 
 # -- conditions --------------------------------------------------------------------------------------------------------

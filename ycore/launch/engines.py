@@ -9,11 +9,10 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ycore.config.algorithms import families, load_reference
+from ycore.config.algorithms import families
 from ycore.config.schema import BaseConfig, RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
 from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
@@ -131,18 +130,13 @@ def _scorer_json(scorer: ServedModel) -> dict[str, Any]:
 
 def fetch_for_run(name: str, *, config: BaseConfig, folder: RunFolder, say: Say) -> Path:
     """Return a model's local folder. A process that makes or converts it carries the run's marker, and ends with it."""
-    family = families().get(config.algorithm)
-    if family is not None:
-        source: tuple[str, Callable[..., Path]] = load_reference(family.model_source)(name)
-        note, fetch = source
-    else:
-        model = resolve_model(name, trust_remote_code=config.trust_remote_code)
-        note = model.note
-        fetch = partial(fetch_model, model)
-    say(f"model {name}: {note}")
+    if config.algorithm in families():
+        return Path(name).expanduser()
+    model = resolve_model(name, trust_remote_code=config.trust_remote_code)
+    say(f"model {name}: {model.note}")
     os.environ[RUN_MARKER] = folder.run_id
     try:
-        return fetch(log=folder.log("model"))
+        return fetch_model(model, log=folder.log("model"))
     finally:
         del os.environ[RUN_MARKER]
 

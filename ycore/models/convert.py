@@ -37,13 +37,7 @@ def is_adapter(folder: Path) -> bool:
 
 def main() -> int:
     """Run in the child process; the last line of output is `error: ...` where the conversion failed."""
-    from ycore.models.sighted import (
-        make_sighted,
-    )  # it imports numpy, and most models are not made
-
-    write: Any = {"gguf": _convert_gguf, "adapter": _merge_adapter, "made": make_sighted}[
-        sys.argv[1]
-    ]
+    write: Any = {"gguf": _convert_gguf, "adapter": _merge_adapter}[sys.argv[1]]
     try:
         write(*map(Path, sys.argv[2:]))
     except (OSError, ValueError, RuntimeError) as problem:

@@ -15,7 +15,6 @@ from ycore.errors import ModelError
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, build_once, first_line
 from ycore.models.names import (
     BUILTIN,
-    MADE,
     BuiltinModel,
     ModelPlan,
     base_name,
@@ -39,11 +38,6 @@ def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
     assert plan.folder is not None, "only a hub model's folder is unknown before it is fetched"
     if plan.kind == "builtin":
         return _fetch_builtin(BUILTIN[plan.name], plan.folder, log)
-    if plan.kind == "made":
-        language_model = fetch_named(MADE[plan.name], log=log)
-        return build_once(
-            plan.folder, lambda folder: convert("made", language_model, folder, log=log)
-        )
     source = Path(os.path.expanduser(plan.name))
     trusts = plan.trust_remote_code
     base = fetch_named(base_name(source), trust_remote_code=trusts, log=log)

@@ -20,10 +20,7 @@ from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cache_dir, cached_snapsho
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WAY_OUT = "give a local folder, or `smollm2-135m`, which needs no hub"
 
-MADE = {"smollm2-digits": "smollm2-135m"}
-"""Models that are made on this machine, by name, and the language model of each (`models.sighted`)."""
-
-Kind = Literal["hub", "folder", "adapter", "builtin", "made"]
+Kind = Literal["hub", "folder", "adapter", "builtin"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +48,6 @@ BUILTIN = {
         context_length=8192,
     )
 }
-
-
-_MADE_VERSION = 1  # of `make_sighted`; a model of an earlier version is made anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +88,6 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
         raise ModelError(f"--model is empty; {_WAY_OUT}")
     if name in BUILTIN and not os.path.isdir(path):
         return _builtin_plan(name, trust_remote_code)
-    if name in MADE and not os.path.isdir(path):
-        return _made_plan(name)
     if is_adapter(path):
         return _adapter_plan(name, path, trust_remote_code)
     if os.path.isdir(path):
@@ -133,9 +125,7 @@ def hub_id(name: str, folder: Path) -> str | None:
 
 
 def sighted_family(name: str) -> str | None:
-    """Return the `model_type` of a model that reads pictures, where its config is on this machine or it is made here."""
-    if name in MADE:
-        return "llava"
+    """Return the `model_type` of a model that reads pictures, where its config is on this machine."""
     folder = Path(os.path.expanduser(name))
     if name in BUILTIN and not folder.is_dir():
         folder = cache_dir() / "builtin" / name
@@ -189,27 +179,6 @@ def _builtin_plan(name: str, trust_remote_code: bool) -> ModelPlan:
     return ModelPlan(
         "builtin", name, folder, False, note, model.context_length, has_chat_template=True
     )
-
-
-def _made_plan(name: str) -> ModelPlan:
-    base = MADE[name]
-    folder = made_folder(name)
-    if folder.is_dir():
-        return _ready_plan("made", name, folder, trust_remote_code=False)
-    return ModelPlan(
-        "made",
-        name,
-        folder,
-        ready=False,
-        note=f"will be made once, in a minute or two of work, from {base} and scikit-learn's digits",
-        context_length=BUILTIN[base].context_length,
-        has_chat_template=True,
-        config={"vision_config": {}},
-    )
-
-
-def made_folder(name: str) -> Path:
-    return cache_dir() / "made" / f"{name}-{_MADE_VERSION}"
 
 
 def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:

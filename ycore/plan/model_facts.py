@@ -12,7 +12,7 @@ from typing import Any
 from ycore.errors import ModelError, nearest
 from ycore.models.folder import read_settings
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cached_snapshot
-from ycore.models.names import BUILTIN, MADE, made_folder
+from ycore.models.names import BUILTIN
 
 KNOWN_CONFIGS: Mapping[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("models.json").read_text()
@@ -250,11 +250,6 @@ def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
     path = Path(name).expanduser()
     if path.suffix == ".json" and path.is_file():
         return _read(path)
-    if name in MADE and not path.is_dir():  # before it is made: the language model in it
-        made = made_folder(name)
-        return (
-            _read(made / "config.json") if made.is_dir() else model_config(MADE[name], ask=ask)
-        )
     if path.is_dir():
         base = read_settings(path / "adapter_config.json").get("base_model_name_or_path")
         if isinstance(base, str) and not (path / "config.json").is_file():

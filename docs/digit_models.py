@@ -1,13 +1,21 @@
-"""Make a small model that reads pictures of digits from a language model, in about a minute: `make_sighted`.
+"""`python -m ycore_docs.digit_models see FOLDER` and `... draw FOLDER`: the small models of the recipes with digits.
 
-A LLaVA (arXiv 2304.08485) of the language model, a SigLIP tower (arXiv 2303.15343) and two linear layers. Only tower
-and layers are trained, and without the language model: a picture's first token becomes the embedding of the digit that
-it shows, the others that of a space. The frozen model then reads a picture as it reads the digit. The labels must be
-single tokens, so this makes a model for trials and no general one.
+`see` makes a model that reads pictures of digits from SmolLM2-135M-Instruct, and rows that ask about them: `train.jsonl`
+and `test.jsonl`, whose digits no row of the first shows, and `wrong.jsonl`, whose pictures are others than are asked
+about. It is a LLaVA (arXiv 2304.08485) of the language model, a SigLIP tower (arXiv 2303.15343) and two linear layers.
+Only tower and layers are trained, and without the language model: a picture's first token becomes the embedding of the
+digit that it shows, the others that of a space. The frozen model then reads a picture as it reads the digit.
 
-Digits: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository (1998).
+`draw` makes a model that draws digits, with two of five of its labels drawn anew at random, on purpose: so it draws well,
+but does not draw what it is asked for, and there is something to learn from a reward.
+
+Each takes a minute or two. Digits: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine
+Learning Repository (1998).
 """
 
+import argparse
+import json
+import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -197,3 +205,107 @@ def _moved(pixels: Any, draw: Any) -> Any:
         for picture, (down, right) in zip(pixels, shifts, strict=True)
     ]
     return torch.stack(moved) + _NOISE * torch.randn(pixels.shape, generator=draw)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+QUESTION = "What is <image> + <image>? Answer with just the number."
+_NUM_ROWS = 1000
+
+
+def write_rows(folder: Path) -> None:
+    """Write the rows, and every picture once; the answer is the sum of the digits that are asked about."""
+    from PIL import Image
+
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    for name in ("train", "test", "wrong"):
+        split = "train" if name == "train" else "test"
+        pictures, digits = read_digits(split)
+        for number, picture in enumerate(pictures):
+            Image.fromarray(picture).save(folder / "pictures" / f"{split}-{number}.png")
+        chance = random.Random(f"see-and-add {split} 0")
+        lines = []
+        for _ in range(_NUM_ROWS):
+            answer = [chance.randrange(len(digits)) for _ in range(2)]
+            shown = answer
+            if name == "wrong":
+                shown = [chance.randrange(len(digits)) for _ in range(2)]
+            row = {
+                "prompt": QUESTION,
+                "images": [f"pictures/{split}-{number}.png" for number in shown],
+                "answer": str(sum(int(digits[number]) for number in answer)),
+            }
+            lines.append(json.dumps(row) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+# -- a model that draws ------------------------------------------------------------------------------------------------
+
+NOISY_LABELS = 0.4
+
+
+def make_drawing(folder: Path, *, steps: int = 800) -> None:
+    """Train the model and write its folder, by flow matching: the mean of `(v - (eps - x0))^2` at even times."""
+    import diffusers
+    import torch
+    from sklearn.datasets import load_digits
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    from ycore.flow.flow_math import noised
+
+    torch.manual_seed(0)
+    dataset = load_digits()
+    pictures = torch.tensor(dataset.images, dtype=torch.float32)[:, None] / 8 - 1
+    labels = torch.tensor(dataset.target)
+    chance = torch.rand(len(labels)) < NOISY_LABELS
+    labels = torch.where(chance, torch.randint(10, labels.shape), labels)
+    network = diffusers.UNet2DModel(
+        sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(24, 48),
+        down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D"),
+        norm_num_groups=8, num_class_embeds=10,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps, pct_start=0.1)
+    average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    average.update_parameters(network)
+    for number in range(steps):
+        rows = torch.randint(len(pictures), (128,))
+        x0, times = pictures[rows], torch.rand(128)
+        noise = torch.randn_like(x0)
+        v = network(
+            noised(x0, noise, times), times * 1000, class_labels=labels[rows], return_dict=False
+        )[0]
+        loss = ((v - (noise - x0)) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        average.update_parameters(network)
+        if number % 100 == 0:
+            print(f"step {number} of {steps}: loss {loss.item():.4f}", flush=True)
+    average.module.save_pretrained(folder / "unet")
+    diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0).save_pretrained(folder / "scheduler")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Make a small model of the recipes with digits."
+    )
+    parser.add_argument("kind", choices=("see", "draw"))
+    parser.add_argument("folder", type=Path)
+    return parser
+
+
+def main() -> None:
+    from ycore.models.fetch import fetch_named
+
+    arguments = make_parser().parse_args()
+    if arguments.kind == "draw":
+        make_drawing(arguments.folder)
+        return
+    make_sighted(fetch_named("smollm2-135m"), arguments.folder)
+    write_rows(arguments.folder)
+
+
+if __name__ == "__main__":
+    main()

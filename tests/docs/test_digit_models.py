@@ -1,16 +1,17 @@
-"""The small model that sees: made the same twice, and its eyes read digits that they never saw."""
+"""The small models of the recipes with digits: made the same twice, and eyes that read digits that they never saw."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import ycore_docs.digit_models as sighted
 from safetensors.torch import load_file
 
 from tests.tiny_model import write_tiny_model
-from ycore.data.source import read_table
 from ycore.errors import ModelError
-from ycore.models import sighted
-from ycore.models.names import MADE, require_sight, resolve_model, sighted_family
+from ycore.flow.flow_inputs import flow_model
+from ycore.models.names import resolve_model, sighted_family
 
 
 @pytest.fixture
@@ -62,31 +63,22 @@ def test_the_splits_share_no_digit() -> None:
     assert test.max() == 255 and test.shape[1:] == (8, 8)
 
 
-@pytest.mark.parametrize(("name", "count"), [("see-digit", 1), ("see-and-add", 2)])
-def test_questions_about_digits(name: str, count: int) -> None:
-    def rows(text: str, split: str = "train", seed: int = 0) -> list[dict[str, object]]:
-        return [
-            dict(row)
-            for row in read_table(f"task:{name}{text}", split=split, seed=seed, limit=None).rows
-        ]
-
-    first = rows("?size=40")
-    assert len(first) == 40 and {len(row["images"]) for row in first} == {count}  # type: ignore[arg-type]
-    assert rows("?size=40") == first != rows("?size=40", seed=1)
-    shown = {image for row in rows("?size=200") for image in row["images"]}  # type: ignore[attr-defined]
-    assert shown.isdisjoint(
-        {image for row in rows("?size=200", "test") for image in row["images"]}
-    )  # type: ignore[attr-defined]
-    assert [row["images"] for row in rows("?size=40&wrong=1")] != [
-        row["images"] for row in first
-    ]
+def test_the_rows_ask_about_pictures_that_are_there(tmp_path: Path) -> None:
+    sighted.write_rows(tmp_path)
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()]
+        for name in ("train", "test", "wrong")
+    }
+    shown = {name: {image for row in rows[name] for image in row["images"]} for name in rows}
+    assert shown["train"].isdisjoint(shown["test"])
+    assert all((tmp_path / image).is_file() for images in shown.values() for image in images)
+    _, digits = sighted.read_digits("test")
+    for row in rows["test"]:
+        numbers = [int(image.partition("-")[2].removesuffix(".png")) for image in row["images"]]
+        assert row["answer"] == str(sum(int(digits[number]) for number in numbers))
+    assert [row["answer"] for row in rows["test"]] != [row["answer"] for row in rows["wrong"]]
 
 
-def test_the_made_model_is_known_before_it_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("YCORE_CACHE", str(tmp_path / "cache"))
-    for name, base in MADE.items():
-        plan = resolve_model(name)
-        assert not plan.ready and base in plan.note and sighted_family(name) == "llava"
-        require_sight(plan, 0)
+def test_the_model_that_draws_is_a_flow_model(tmp_path: Path) -> None:
+    sighted.make_drawing(tmp_path, steps=2)
+    assert flow_model(str(tmp_path)).num_classes == 10

@@ -36,8 +36,7 @@ from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 from ycore.run.text import Say
-from ycore.scoring.scorers import served_models
-from ycore.scoring.scoring import ServedModel
+from ycore.scoring.scoring import ServedModel, served_models
 
 Fetch = Callable[[str], Path]
 """Returns the local folder of a model's name."""

@@ -165,8 +165,6 @@ def flow_closing_rows(config: "FlowConfig") -> list[tuple[str, str]]:
         if before["diversity_of_right"] and after["diversity_of_right"]:
             key, note = "diversity_of_right", ", of the pictures that are right"
         rows.append(("diversity", f"{before[key]:.2f} -> {after[key]:.2f}{note}"))
-    if "over_optimised" in summary:
-        rows.append(("warning", summary["over_optimised"]))
     return [
         *rows,
         ("pictures", str(folder.pictures)),

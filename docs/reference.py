@@ -109,7 +109,6 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
         "ycore/eval/cut_off, ycore/eval/masked, ycore/eval/mean_length": ("share, tokens", "completions cut off, those without a reward, their length"),
         "ycore/eval/diversity, ycore/eval/diversity_of_right": ("", "how different the completions of a prompt are; of the right ones"),
         "ycore/eval/loss, ycore/eval/accuracy, ycore/eval/mean_token_accuracy, ycore/eval/rewards/accuracies": ("", "of the trainers without rollouts ([trainers.md](trainers.md#held-out-rows))"),
-        "ycore/eval/judge_fell": ("reward", "of `ycore flow`: by how much the judge that is not trained on fell, a sign of over-optimisation"),
     },
 }  # fmt: skip
 """By group, then by names: the unit, and the meaning."""

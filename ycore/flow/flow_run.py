@@ -20,7 +20,7 @@ from ycore.flow.flow_inputs import FlowFolder, load_conditions
 from ycore.flow.flow_math import SamplingPath, time_grid
 from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.learner import Learner
-from ycore.flow.measuring import FELL, TRAINED, conditions, contact_sheet, judge_fell, measure
+from ycore.flow.measuring import conditions, contact_sheet, measure
 from ycore.flow.picture_rounds import drop_pictures, picture_controller, picture_scoring
 from ycore.flow.sampler import FlowPolicy, OnePicture, PictureEngine, Trajectories
 from ycore.round.journal import Journal
@@ -160,7 +160,7 @@ class FlowRun:
         return is_due(self._step, self.config.eval_every, self.config.steps)
 
     def _measured(self) -> dict[str, Any]:
-        """Return the figures of the policy, and a warning where the judge says that it is over-optimised."""
+        """Return the figures of the policy."""
         began, step = time.perf_counter(), self._step
         self.home.step_began.touch()
         self._engine.weights = None
@@ -180,8 +180,7 @@ class FlowRun:
         for meter in scoring.meters:
             meter.take()  # or the next step would count it
         figures["ycore/time/eval"] = time.perf_counter() - began
-        fell = judge_fell([*self._rows, {"step": step, **figures}])
-        return figures | ({} if fell is None else {FELL: fell})
+        return figures
 
     def _write(self, row: Mapping[str, Any]) -> None:
         self._metrics.write(row)
@@ -196,16 +195,7 @@ class FlowRun:
         contact_sheet(self.learner.policy, self._plain, classes, self.home.pictures)
         measured = [row for row in self._rows if is_evaluation(row)]
         ends = {"before": row_figures(measured[0]), "after": row_figures(measured[-1])}
-        summary: dict[str, Any] = {"held_out": ends}
-        first_fall = next((row for row in measured if FELL in row), None)
-        if first_fall is not None:
-            summary["over_optimised"] = (
-                f"from step {first_fall['step']} on the held-out judge falls while the reward stays: "
-                f"{first_fall[FELL]:.3f} below its best, at a reward of {first_fall[TRAINED]:.3f}; take fewer steps, or "
-                "say --set flow.kl=0.2"
-            )
-            print(summary["over_optimised"], flush=True)
-        write_json_atomic(self.home.held_out, summary)
+        write_json_atomic(self.home.held_out, {"held_out": ends})
 
     def save(self) -> None:
         """Save the model under `model/`, whole, as diffusers saves one; it is on the disk on return."""

@@ -4,7 +4,7 @@ A policy that has learned the mistakes of its reward shows here: the judge falls
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,10 @@ from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
 from ycore.rollout.turns import completion_seed
 from ycore.run.images import ImageStore
-from ycore.run.metrics import EVALUATION, Row, number
 from ycore.run.tasks import together
 from ycore.scoring.group_rewards import total_reward
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Prompt, Score
-
-TRAINED = f"{EVALUATION}trained_reward"
-"""The reward that the run learns from, on the pictures that are measured."""
-
-JUDGED = f"{EVALUATION}reward"
-"""The reward of the held-out judge, on the same pictures."""
-
-FELL = f"{EVALUATION}judge_fell"
 
 _NUM_EACH = 8  # pictures of a class on the contact sheet, before and after
 _SCALE = 4  # pixels of the sheet for one of a picture
@@ -157,32 +148,6 @@ def diversity(values: Any, classes: Any) -> float:
             distances = np.sqrt(np.clip(squared_distances, 0, None))
             means.append(distances.sum() / (len(flat) * (len(flat) - 1)))
     return float(np.mean(means)) if means else 0.0
-
-
-def judge_fell(rows: Sequence[Row]) -> float | None:
-    """Return by how much the held-out judge lies below its best; None where the policy is not over-optimised.
-
-    It is where that is sure (the intervals do not meet), and the reward that is trained on has not fallen with it.
-
-    Args:
-        rows: of the run's metrics, the last of them measured now.
-    """
-    measured = [
-        row
-        for row in rows
-        if number(row, TRAINED) is not None and number(row, JUDGED) is not None
-    ]
-    if len(measured) < 2:
-        return None
-    *before, now = measured
-    best = max(before, key=lambda row: number(row, JUDGED) or 0.0)
-    is_below = _of(now, "reward/high") < _of(best, "reward/low")
-    stays = _of(now, "trained_reward/high") >= _of(best, "trained_reward/low")
-    return _of(best, "reward") - _of(now, "reward") if is_below and stays else None
-
-
-def _of(row: Mapping[str, Any], name: str) -> float:
-    return number(row, EVALUATION + name) or 0.0
 
 
 def contact_sheet(

@@ -72,7 +72,6 @@ EVALUATED = (
     ("eval/loss {:.4f}", "ycore/eval/loss"),
     ("eval/accuracy {:.0%}", "ycore/eval/accuracy", "ycore/eval/rewards/accuracies"),
     ("eval/mean_token_accuracy {:.0%}", "ycore/eval/mean_token_accuracy"),
-    ("over-optimised: the judge fell by {:.3f}", "ycore/eval/judge_fell"),
 )
 _STEP = (
     ("kl {:.4f}", "kl"),

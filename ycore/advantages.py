@@ -32,7 +32,7 @@ TURN_ADVANTAGE = "turn"
 _GROUP, _BATCH = (1,), (0, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Estimator:
     """Example: `ESTIMATORS["rloo"](rewards_PG, mask_PG)`."""
 

@@ -46,7 +46,7 @@ def test_every_combination_has_a_shape_of_about_its_name(parts: Any) -> None:
     for name in parts.plan_and_measured.COMBINATIONS:
         size = parts.plan_and_measured.Combination.named(name).size
         shape = parts.shaped_models.SHAPES[size]
-        config = {field: getattr(shape, field) for field in type(shape).__slots__}
+        config = {field: getattr(shape, field) for field in type(shape).__dataclass_fields__}
         facts = facts_of(
             config | {"vocab_size": 49152, "tie_word_embeddings": True, "head_dim": 64},
             name=size,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ycore.types import Completion, Content, Group
 
 
-@dataclass(slots=True)
+@dataclass
 class RoundGroup:
     """The completions of one prompt.
 

@@ -70,7 +70,7 @@ class PipelineFile(Strict):
     stages: Annotated[dict[str, dict[str, Any] | None], Field(min_length=1)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stage:
     """One run of a pipeline, references replaced.
 
@@ -94,7 +94,7 @@ class Stage:
         return "finished" if is_finished(folder) else "begun"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pipeline:
     """Stages in the order in which they run. `declared` is stored: only the same pipeline may resume in the folder."""
 

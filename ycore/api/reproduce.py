@@ -24,7 +24,7 @@ _LAST = 10  # steps whose mean is the run's final value, and a quarter of them a
 _SHARE_INSIDE = 0.8  # of a run's steps
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BandVerdict:
     """A run, or a stage of it, against its band."""
 

@@ -13,7 +13,7 @@ Rows = list[tuple[str, str]]
 _COMMAND = re.compile("`[^`]*`")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class Planned:
     """A plan: text when it is shown or printed, and in `values` what `--json` prints."""
 

@@ -94,7 +94,7 @@ def _settings_of(name: str) -> dict[str, Any]:
     return stored_config(run) if run.config.is_file() else {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChatSettings:
     """How answers are sampled, the turns `before` a conversation, and what the chat template gets beside the turns."""
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ycore.config.schema import BaseConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmEntry:
     """The part of an algorithm that its config is made by, and that messages name."""
 
@@ -36,7 +36,7 @@ class AlgorithmEntry:
         return loaded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Algorithm(AlgorithmEntry):
     """An algorithm that one of TRL's trainers computes."""
 
@@ -72,7 +72,7 @@ class Algorithm(AlgorithmEntry):
         return {**defaults, **self.settings.get("trl", {})}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmFamily(AlgorithmEntry):
     """An algorithm that brings its own config class, trainer and command, because TRL has no trainer for it.
 

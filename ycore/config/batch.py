@@ -23,7 +23,7 @@ MAX_LENGTH = 1024  # TRL's own `max_length`
 _PER_RANK = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Batch:
     """TRL's batch fields, per rank."""
 
@@ -41,7 +41,7 @@ class _Batch:
         return f"{total} a step on {ranks}: {micro_batches} micro-batch{plural} of {size}{per_rank}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchPlan(_Batch):
     """The batch of a run with rollouts; `groups_per_rank` are those that each rank generates for one round."""
 
@@ -72,7 +72,7 @@ class BatchPlan(_Batch):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TuneBatch(_Batch):
     """The batch of a run on given examples, and its length."""
 

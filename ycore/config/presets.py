@@ -25,7 +25,7 @@ TrustRegion = Literal["clip", "clip-completion", "dppo-tv", "dppo-kl", "icepop",
 others are keys of `ycore.trl.importance`'s `LIMITS` and `BOUNDS`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Preset:
     """An algorithm's settings."""
 

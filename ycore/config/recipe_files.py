@@ -72,7 +72,7 @@ _ABOUT = ("description", "never_run")
 """Keys of a recipe that are for readers."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RecipeEntry:
     """A shipped recipe, and the command that runs it."""
 

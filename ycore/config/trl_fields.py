@@ -23,7 +23,7 @@ TABLE = Path(__file__).with_suffix(".json")
 BASE = "TrainingArguments"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrlField:
     """One field of a TRL config class. `type` is in the words of the table, such as `int | str | None`."""
 

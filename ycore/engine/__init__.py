@@ -16,7 +16,7 @@ NEVER = -100.0
 """The `logit_bias` of a token that must not be sampled; vLLM takes none below."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingParams:
     """SamplingParams parameters; the field names are those of vLLM's requests."""
 
@@ -30,7 +30,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightSource:
     """The policy's weights in the trainer's memory.
 

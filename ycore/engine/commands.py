@@ -101,7 +101,7 @@ _OWNED: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineSpec:
     """Everything that decides how one engine starts. It runs on `cores`, or on `devices`, one a worker."""
 

@@ -16,7 +16,7 @@ INSTALL_VLLM_ON_GPU = "pip install 'ycore[gpu]'"
 INSTALL_VLLM = f"{INSTALL_VLLM_ON_CPU}, on a GPU {INSTALL_VLLM_ON_GPU}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineKind:
     """One kind of engine.
 

@@ -374,7 +374,7 @@ class SleepingEngine:
         self._sleep_s = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SleepTogether:
     """The engines of one role on one slot, by model. Models change in turn. A model's engines have devices of their
     own, and change together.

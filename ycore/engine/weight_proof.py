@@ -24,7 +24,7 @@ _MODULUS = 2**64
 _MANIFEST = "weights.json"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorSums:
     """Sums of a tensor of `num_bytes` over words of `width` bytes, by rows and by columns; each from 0 to 2**64 - 1."""
 
@@ -68,7 +68,7 @@ def _powers(base: int, count: int, device: torch.device) -> torch.Tensor:
     return torch.full((count,), base, dtype=torch.int64, device=device).cumprod(0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """Rows of a parameter that are rows, or a shard of the rows, of one of the checkpoint's tensors.
 

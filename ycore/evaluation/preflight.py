@@ -35,7 +35,7 @@ UNREADABLE_STOPS, UNREADABLE_WARNS = 0.9, 0.1
 MASKED_WARNS = 0.1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JudgeCalls:
     """Requests to all judges, and answers whose verdict cannot be read."""
 
@@ -43,7 +43,7 @@ class JudgeCalls:
     unreadable: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PromptLengths:
     """Lengths of all prompts of the dataset, in tokens as the engine gets them.
 
@@ -59,7 +59,7 @@ class PromptLengths:
     room: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PreflightMeasurements:
     """Results of a preflight's round.
 
@@ -224,14 +224,14 @@ def samples_of(groups: Sequence[Group], *, weights: Sequence[float]) -> list[dic
 # -- the verdict -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Finding:
     level: Level
     what: str
     mend: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PreflightVerdict:
     """`learns` is False where a finding stops learning; findings come worst first."""
 

@@ -20,7 +20,7 @@ from ycore.scoring.group_rewards import weighted_sum
 COMPARISON, DIFFERENCES = "comparison.json", "differences.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PromptResult:
     """One prompt's completions by one model: the mean reward (None if none was scored), the share that is right."""
 

@@ -44,7 +44,7 @@ def window_of(seed: int, position: int, *, num_steps: int, length: int) -> int:
     return int.from_bytes(digest, "big") % starts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NoisyStep:
     """A Gaussian's `mean` and `std` ([B, 1, 1, 1]), and the log-density of the point reached, summed over a picture."""
 
@@ -98,7 +98,7 @@ def _per_picture(values: torch.Tensor) -> torch.Tensor:
     return values.view(-1, 1, 1, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingPath:
     """How pictures are drawn: by `rule` at these times, with noise in `length` steps; the others are Euler's."""
 
@@ -116,7 +116,7 @@ class SamplingPath:
         return self.times[1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DrawnPictures:
     """Pictures, [B, C, H, W]; points of their steps with noise, [B, length + 1, C, H, W]; log-densities, [B, length]."""
 

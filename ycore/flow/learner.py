@@ -26,7 +26,7 @@ from ycore.scoring.group_rewards import can_teach, min_stds, total_reward
 from ycore.types import Group
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """A round's pictures [B, C, H, W], points [B, length + 1, C, H, W] and log-densities [B, length] of their steps with
     noise; classes, first steps with noise, and advantages, all [B]."""

@@ -162,7 +162,7 @@ NOWHERE = -1
 JOIN_S = 0.002  # from a request to its batch, for those of the other groups
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Picture:
     """A drawn picture by reference: its PNG, and its row in the file of trajectories with that sha256.
 

@@ -57,7 +57,7 @@ _SELECTORS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Questioner:
     """Writes a judge's questions. `special_tokens`: those of the judge's tokenizer, where it is known."""
 

@@ -37,7 +37,7 @@ class Unreadable(ValueError):
     """There is no verdict, or more than one; like cases have the same short message, so that they can be counted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReplyToken:
     text: str
     likeliest: Mapping[
@@ -45,7 +45,7 @@ class ReplyToken:
     ]  # the log-probability of every likely token in its place, by its text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reply:
     text: str  # what a judge wrote in its own turn, and nothing else
     tokens: Sequence[ReplyToken] | None = None  # of the text, for labels

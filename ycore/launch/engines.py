@@ -56,7 +56,7 @@ class Slot(NamedTuple):
         return [Slot(cores) for cores in split_evenly(self.cores, count)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EnginePlan:
     """The kind of engine, and the models to serve: the policy first, none for a kind without servers."""
 

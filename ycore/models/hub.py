@@ -16,7 +16,7 @@ from ycore.errors import ModelError
 ANSWER_WITHIN_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HubAnswer:
     """An answer of the hub. With `here`, `info` is the hub's object; else `problem` says why it cannot be had."""
 

@@ -23,7 +23,7 @@ _WAY_OUT = "give a local folder, or `smollm2-135m`, which needs no hub"
 Kind = Literal["hub", "folder", "adapter", "builtin"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BuiltinModel:
     """A model with a short name: on the hub, and as a GGUF file inside a Python package for machines without the hub.
 
@@ -50,7 +50,7 @@ BUILTIN = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelPlan:
     """Where a model is or will be. None is what is not known before the download.
 

@@ -22,7 +22,7 @@ from ycore.placement.placement import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RoleWork:
     """A role's work in a round of one machine.
 
@@ -42,7 +42,7 @@ class RoleWork:
         return self.slot_s / self.num_requests if self.num_requests else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Usage:
     """How a round used its slots. `busy_s` and `swap_s`: one value a slot; a slot with a request in flight is busy."""
 
@@ -113,7 +113,7 @@ def moving_average(before: float | None, value: float) -> float:
     return value if before is None else _MEMORY * before + (1 - _MEMORY) * value
 
 
-@dataclass(slots=True)
+@dataclass
 class _RunningRequest:
     role: str
     slot: int

@@ -23,7 +23,7 @@ _RULE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placement:
     """The value of `--placement`. `shares`: a split's slots per role, in the order of ROLES."""
 
@@ -76,7 +76,7 @@ def in_order(roles: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(set(roles), key=ROLES.index))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SlotPool:
     """A machine's slots.
 
@@ -96,7 +96,7 @@ class SlotPool:
         return 10**9 if self.capacity is None else self.capacity[role]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StartRequest:
     """Send this request to the slot's engine now."""
 
@@ -104,7 +104,7 @@ class StartRequest:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Swap:
     """Put the slot's `asleep` role to sleep, wake its `awake` role, then call `Allocator.swapped`."""
 

@@ -22,7 +22,7 @@ GIB = 2**30
 GB = 10**9
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Device:
     """One device, or one core of a CPU."""
 
@@ -43,7 +43,7 @@ class Device:
         return f"{self.flops / GB:.0f} GFLOP/s in {self.format} and {self.bandwidth / GB:.1f} GB/s a core, {self.source}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fleet:
     """`count` devices, equally many on each of the machines, whose network the device's link is no faster than."""
 

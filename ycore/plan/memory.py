@@ -36,7 +36,7 @@ _CPU_CACHE_STEP = GIB  # on a CPU, vLLM's cache is whole GiB
 _ONE_STEP_ONLY = ("gradients", "copies")  # parts that exist only while a step is computed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProcessOverhead:
     """Bytes of a process before it has a model: libraries, a device's context, communication buffers.
 
@@ -65,7 +65,7 @@ ON_CPU = ProcessOverhead(
 # -- the trainer -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainerMemory:
     """Bytes of one rank.
 
@@ -230,7 +230,7 @@ def largest_weight(facts: ModelFacts) -> float:
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineMemory:
     """Bytes of one role's engine on one device; `at_once` sequences fit into its cache together."""
 
@@ -245,7 +245,7 @@ class EngineMemory:
         return self.weights + self.kv_cache + self.workspace + self.overhead
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineNeed:
     """Requirements of an engine. Tokens are of one sequence; `longest` is what vLLM must be able to hold."""
 

@@ -34,7 +34,7 @@ _NORMED_HEADS = ("qwen3", "qwen3_moe")  # a norm over every query's and key's he
 _GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # a gate as large as the queries
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelFacts:
     """Sizes under the names of config.json; with experts, `intermediate_size` is that of one expert.
 

@@ -36,7 +36,7 @@ Check = Callable[[RunConfig, Fleet], None]
 """Raises ConfigError where a machine of these devices cannot run the config."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepForecast:
     """The memory and time of a step.
 
@@ -99,7 +99,7 @@ def forecast_step(work: Workload, strategy: Strategy, fleet: Fleet) -> StepForec
     )
 
 
-@dataclass(slots=True)
+@dataclass
 class Plan:
     """Forecasts of all strategies of a run.
 

@@ -47,7 +47,7 @@ def sharing_options(work: Workload, strategy: Strategy) -> list[SharingOption]:
     return options
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceSharing:
     """`shares`: by role, vLLM's `gpu_memory_utilization` of each of its models. `line`: the decision in words."""
 

@@ -18,7 +18,7 @@ _LOGIT_BYTES = 24.0  # of a decoding step: written and read in float32, three ti
 _LOSS_BYTES = 20.0  # of a logit in the trainer's head
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Efficiency:
     """The share of a device that software reaches, and fixed costs.
 
@@ -234,7 +234,7 @@ def offload_s(work: Workload, strategy: Strategy, device: Device) -> float:
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Serving:
     """The engines of one role: `count` of them, each with a model on `tensor_parallel` devices.
 

@@ -23,7 +23,7 @@ _DYNAMIC_DRAWS = 1.5
 """Groups drawn for each one kept, before anything is measured (DAPO, arXiv 2503.14476, 3.2)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Workload:
     """One step's work. Tokens are per sequence.
 
@@ -75,7 +75,7 @@ class Workload:
         return trained + (critic + facts.hidden_size + 1 if self.has_critic else 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Strategy:
     """One way to run a workload. On GPUs every device is a rank of the trainer and also serves engines.
 

@@ -70,7 +70,7 @@ class CodeSettings(Strict):
     tolerance: Annotated[float, Field(ge=0)] = 1e-6  # of numbers in outputs and returned values
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitTests:
     """Tests that call the program: texts with asserts, or arguments and the values to return (`calls`).
 
@@ -102,7 +102,7 @@ class UnitTests:
         return settings.timeout_s * min(_MAX_TIMEOUTS, 1 + max(num_asserts, len(self.calls)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StdioTests:
     """Standard inputs, and what the program must print."""
 

@@ -38,7 +38,7 @@ IN_THINKING = "in_thinking"  # the column that is True where the prompt opened t
 _FORMS = "a reward is a built-in name, file.py:function or package.module:function"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Inputs:
     """The parameters of a reward function. `bound` have their arguments already; `takes_any`: it has `**kwargs`."""
 

@@ -349,7 +349,7 @@ class AgentWriter(SingleTurnWriter):
         return event
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Conversation:
     """Calls that continue one another: a sequence of the completion.
 
@@ -375,7 +375,7 @@ class _Conversation:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _ServedCompletion:
     """The calls of a completion. `finish_reason` is set once no call is answered any more."""
 

@@ -50,7 +50,7 @@ _MAX_REPLY_BYTES = (
 )  # JSON takes 12 bytes for a character beyond the first plane
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ToolSet:
     """The tools that the policy may call: JSON schemas as transformers makes them.
 

@@ -309,7 +309,7 @@ def _fingerprints(files: Iterable[Path]) -> list[Fingerprint]:
 # -- written by all ranks together, and not without room ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankGroup:
     """The ranks that write a checkpoint together, as one of them sees it."""
 

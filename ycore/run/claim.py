@@ -79,7 +79,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Resume:
     """Where a run resumes, at the checkpoint of `step` (0 is the beginning, None the newest), and with which changes."""
 
@@ -308,7 +308,7 @@ FREE_WITH_RANKS = {"trl.per_device_train_batch_size", "trl.gradient_accumulation
 _BRIEF = 60  # characters of a value in a message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Difference:
     """A setting or a fingerprint that is not as it was."""
 

@@ -30,7 +30,7 @@ def dump_stacks_on_signal() -> None:
     faulthandler.register(signal.SIGUSR2, file=sys.stderr.fileno(), all_threads=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rank:
     """A rank as torchrun counts: `number` of `world` in the run, `local` of `local_world` on this machine."""
 
@@ -53,7 +53,7 @@ def this_rank(environment: Mapping[str, str] | None = None) -> Rank:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
     """A rank's report; `exit_code` is None while it runs. `message` is the cause of the end only if `expected`."""
 

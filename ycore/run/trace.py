@@ -25,7 +25,7 @@ WAITING = "waiting"
 IN_FLIGHT = "in flight"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Span:
     """Something that took time: a role's turn on a slot, a SWAP or a ROUND. `began` is in seconds since the epoch."""
 
@@ -37,7 +37,7 @@ class Span:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Levels:
     """How many requests are WAITING (by role) or IN_FLIGHT (by role and slot, as `judge 3`), and the oldest's age."""
 
@@ -48,7 +48,7 @@ class Levels:
     oldest_s: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mark:
     """A phase of the step, SYNC, ROUND, EVALUATION or TRAIN, begins on a rank."""
 

@@ -30,7 +30,7 @@ Count = Callable[[], tuple[float, float] | None]
 """Returns how much is done and of how much; None while nobody knows."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Work:
     """Something that takes its time. `began` is a time of day in seconds; the unit MB counts bytes."""
 

@@ -33,7 +33,7 @@ class Level(StrEnum):
     """Limits, and for programs of root a user of their own; every file that this user may read is open to it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Limits:
     """The most that one confined process and all that it starts may hold at once."""
 
@@ -49,7 +49,7 @@ class Limits:
         return self.files // 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View:
     """The files and devices that a confined process may see. Python itself is part of it; it may write a scratch folder.
 
@@ -64,7 +64,7 @@ class View:
     working: Path | None = None  # where it starts; None is the scratch folder
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Confinement:
     """How to confine a process, what it may see, and the run whose mark it carries, so that it is found."""
 

@@ -51,7 +51,7 @@ _WITH_NETWORK = frozenset({"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"
 _SHARED_MEMORY = 16 * MIB
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Launch:
     """How to start a confined process: `Popen(command, env=environment, cwd=working)`, in a session of its own.
 

@@ -47,7 +47,7 @@ _BLOCKED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LevelChoice:
     """The level to run at, and what each stronger one answered when it was tried."""
 

@@ -50,7 +50,7 @@ _FIXED_VARIABLES = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS":
 _FIXED_SIZE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ScriptResult:
     """How a script ended. `output` and `errors` are what it printed, `seconds` those of its process."""
 
@@ -61,7 +61,7 @@ class ScriptResult:
     problem: str | None = None  # of an `infra_error`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitTestResult:
     """Results of a program's tests. `units` are the asserts, in order: passed, failed, or None where one did not run.
 

@@ -80,7 +80,7 @@ class ServerSettings(TypedDict):
     kept: list[str]  # files and folders under the scratch folder that programs see
 
 
-@dataclass(slots=True)
+@dataclass
 class Program:
     """One program's process."""
 

@@ -25,7 +25,7 @@ _TRL_EPSILON = 1e-4
 Rewards = Sequence[float | None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Constraint:
     """`source` is its place among the reward sources; it holds where that gives `least` or more."""
 

@@ -414,7 +414,7 @@ def judge_questions(
     return replace(pairs, prompts=questions, is_chat=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Questions(Sequence[Prompt]):
     """The judge's question about each pair, with the better answer in the first place or the second, by chance."""
 

@@ -47,7 +47,7 @@ plain_text: TextOf = attrgetter("transcript")
 NO_IMAGES = ImageStore(None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServedModel:
     """A model with engines on every slot: the policy, or a model that scores for the reward sources at these positions.
 
@@ -68,7 +68,7 @@ class ServedModel:
         return f"engine.{key}" if self.role == ROLLOUT else f"{key} of {self.name}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ScorerEngines:
     """A model that scores: the indices of the reward sources it serves, and its engines' names, slot by slot."""
 
@@ -79,7 +79,7 @@ class ScorerEngines:
     max_model_len: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Policy:
     """The policy as a scorer sees it: its engines, its tokenizer, its context in tokens."""
 
@@ -88,7 +88,7 @@ class Policy:
     max_model_len: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PendingGroup:
     """A group while it is written. `tasks_G[g]` ends when completion `g` is written."""
 

@@ -15,7 +15,7 @@ MicroBatches = list[dict[str, torch.Tensor | list[Any] | None]]
 """TRL's split of a round: tensors by name, lists for images, and None for what the model does not take."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RoundPosition:
     """Where training stands between two steps."""
 
@@ -26,7 +26,7 @@ class RoundPosition:
     micro_batches: MicroBatches | None = None  # the round's, if later steps still learn from it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FlatSequence:
     """One completion with its row. Rewards have one value per source, NaN where a source gave none."""
 

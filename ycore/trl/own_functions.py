@@ -20,7 +20,7 @@ from ycore.sandbox.channel import exception_line, load_named
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ScoredGroup:
     """The completions of one prompt, scored; tensors of floats are float64.
 

@@ -35,7 +35,7 @@ WIDENED = 256
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
-@dataclass(slots=True)
+@dataclass
 class Block:
     """Sequences that share a prompt."""
 
@@ -48,7 +48,7 @@ class Block:
         return self.shared + sum(self.lengths)
 
 
-@dataclass(slots=True)
+@dataclass
 class Segments:
     """Where the blocks of a row lie, in order. `num_served` counts the layers that computed attention by it."""
 

@@ -67,7 +67,7 @@ Place = tuple[int, int]
 _CLOCK_S = 0.05  # a file's time is a few milliseconds behind the clock
 
 
-@dataclass(slots=True)
+@dataclass
 class Activity:
     """The state after the events of a trace: the last levels and the phase of each rank."""
 
@@ -92,7 +92,7 @@ class Activity:
                 self.phases[event.rank] = (event.name, event.at)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scene:
     """A moment of a run, as it is drawn. `until` is now, or where the run is over, when it last did something."""
 

@@ -43,7 +43,7 @@ from ycore.view.pictures import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ScoredCompletion:
     """A completion, and the weighted sum of its rewards; None where one of them was not given.
 
@@ -56,7 +56,7 @@ class ScoredCompletion:
     turns: Sequence[tuple[str, str]] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RecordedRun:
     """One run; what it has not written yet is empty.
 
@@ -263,7 +263,7 @@ PARTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceSeconds:
     """Device seconds of a run, by what they went into, in the order of PARTS."""
 

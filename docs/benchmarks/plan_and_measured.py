@@ -41,7 +41,8 @@ from ycore.plan.workload import Strategy, Workload, workload_of
 from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.scoring.scoring import ServedModel, served_models
+from ycore.scoring.scorers import served_models
+from ycore.scoring.scoring import ServedModel
 
 COMBINATIONS = (
     "30m-full", "30m-lora", "135m-full", "135m-lora", "360m-full", "360m-lora",

@@ -36,7 +36,7 @@ from ycore.plan.planner import (
     with_layout,
 )
 from ycore.plan.workload import Strategy
-from ycore.scoring.scoring import first_scorer, served_models
+from ycore.scoring.scorers import first_scorer, served_models
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 JOBS = 300

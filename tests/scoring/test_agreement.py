@@ -20,7 +20,7 @@ from ycore.scoring.judge_scorer import (
     judge_questions,
     shows_chosen_first,
 )
-from ycore.scoring.scoring import trains_a_judge
+from ycore.scoring.scorers import trains_a_judge
 from ycore.types import Prompt
 
 PAIRWISE = {"mode": "pairwise", "verdict": {"kind": "score"}, "rubric": "Which is right?"}

@@ -46,7 +46,8 @@ from ycore.scoring.model_scorers import (
     TeacherMeter,
     TeacherScorer,
 )
-from ycore.scoring.scoring import PendingGroup, Scorer, Scoring, build_scoring
+from ycore.scoring.scorers import build_scoring
+from ycore.scoring.scoring import PendingGroup, Scorer, Scoring
 from ycore.types import IMAGE_MARK, Completion, Draw, Prompt, Score, Turn
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from ycore.plan.model_facts import ModelFacts, hub_id_of
 from ycore.plan.planner import Plan, StepForecast, forecast_step, make_plan, why_too_large
 from ycore.plan.timing import efficiency_of, train_s
 from ycore.plan.workload import Workload, workload_of
-from ycore.scoring.scoring import first_scorer, served_models
+from ycore.scoring.scorers import first_scorer, served_models
 
 _GIB = 2**30
 _SCORER = {"judge": "judge", "reward_model": "scorer", "teacher": "teacher"}

@@ -17,7 +17,7 @@ from ycore.models.chat_template import ChatTemplate
 from ycore.models.names import ModelPlan, require_chat_template, require_sight, sighted_family
 from ycore.rewards.builtin import is_environment, is_reference
 from ycore.sandbox.level import choose_level
-from ycore.scoring.scoring import (
+from ycore.scoring.scorers import (
     check_images,
     check_models,
     check_rows,

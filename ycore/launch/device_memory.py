@@ -36,7 +36,8 @@ from ycore.plan.sharing import (
     usable_bytes,
 )
 from ycore.plan.workload import Strategy, workload_of
-from ycore.scoring.scoring import ServedModel, own_teachers, served_models
+from ycore.scoring.scorers import own_teachers, served_models
+from ycore.scoring.scoring import ServedModel
 
 FactsOf = Callable[[str], ModelFacts | None]
 """The sizes of a model by its name; None where they are not known before it is fetched."""

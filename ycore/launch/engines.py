@@ -36,7 +36,8 @@ from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 from ycore.run.text import Say
-from ycore.scoring.scoring import ServedModel, served_models
+from ycore.scoring.scorers import served_models
+from ycore.scoring.scoring import ServedModel
 
 Fetch = Callable[[str], Path]
 """Returns the local folder of a model's name."""

@@ -21,7 +21,8 @@ from ycore.plan.devices import GIB, Fleet
 from ycore.plan.memory import engine_weight_bytes
 from ycore.plan.model_facts import ModelFacts
 from ycore.plan.sharing import DeviceSharing
-from ycore.scoring.scoring import ServedModel, check_run_placement, served_models
+from ycore.scoring.scorers import check_run_placement, served_models
+from ycore.scoring.scoring import ServedModel
 
 
 def check_run(

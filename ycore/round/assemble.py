@@ -27,7 +27,8 @@ from ycore.round.step import Controller, ControllerAhead, ShareWeights
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.scoring.judge_scorer import judge_questions
-from ycore.scoring.scoring import Policy, Scoring, build_scoring, trains_a_judge
+from ycore.scoring.scorers import build_scoring, trains_a_judge
+from ycore.scoring.scoring import Policy, Scoring
 from ycore.types import THOUGHT_TAG, Completion, Prompt, opens_thinking
 
 

@@ -1,4 +1,4 @@
-"""Scorers: what every source of rewards has in common, the class of each, and all sources of a run side by side.
+"""Scorers: what every source of rewards has in common, and all sources of a run side by side.
 
 A scorer receives a group while it is still being written. A scorer that looks at completions one by one starts as each
 ends, so that scoring overlaps with generation; a scorer that compares completions waits for those that it compares.
@@ -14,21 +14,17 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
-from ycore.config.algorithms import load_reference
-from ycore.config.schema import RewardConfig, RunConfig, ScoredConfig, Width
+from ycore.config.schema import RewardConfig, RunConfig, Width
 from ycore.data.prompts import PromptSet
 from ycore.engine import Engine
 from ycore.engine.commands import EngineSpec
 from ycore.engine.kinds import EngineKind
 from ycore.engine.server import Server, restart_timeout_s
 from ycore.errors import ConfigError, ModelError, RewardError
-from ycore.judge.sources import is_agreement, is_judge, is_reward_model, is_teacher, teacher_of
 from ycore.models.names import ModelPlan, resolve_model
-from ycore.placement.placement import JUDGE, ROLLOUT, check_placement, in_order, parse_placement
+from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import SlotLease, Slots
 from ycore.rewards.answers import without_thinking
-from ycore.rewards.builtin import is_code, is_environment, is_reference
-from ycore.rewards.loading import reward_names
 from ycore.run.images import ImageStore
 from ycore.run.metrics import CountMeter, Meter
 from ycore.run.paths import RunFolder
@@ -37,7 +33,6 @@ from ycore.types import THINKING, Completion, Draw, Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 S = TypeVar("S", bound=Server)
 M = TypeVar("M", bound=Meter)
@@ -161,7 +156,7 @@ class ScorerContext:
 class Scorer:
     """A reward source in a run, or several of one kind.
 
-    The class methods answer before the run what its rewards need. `SCORERS` lists the classes. `engines` are those
+    The class methods answer before the run what its rewards need. `scorers.SCORERS` lists the classes. `engines` are those
     that the scorer waits for and closes.
     """
 
@@ -334,160 +329,3 @@ class RequestMeter(CountMeter):
             f"ycore/{self.kind}/latency_s": self.seconds / max(1, self.calls),
             f"ycore/{self.kind}/tokens": self.tokens,
         }
-
-
-# -- which class scores a reward, and the scoring of a run -------------------------------------------------------------
-
-
-SCORERS: dict[Callable[[RewardConfig], bool], str] = {
-    is_judge: "ycore.scoring.judge_scorer:JudgeScorer",
-    is_agreement: "ycore.scoring.judge_scorer:AgreementScorer",
-    is_reward_model: "ycore.scoring.model_scorers:RewardModelScorer",
-    is_teacher: "ycore.scoring.model_scorers:TeacherScorer",
-    is_reference: "ycore.scoring.model_scorers:ReferenceScorer",
-    is_environment: "ycore.scoring.model_scorers:EnvironmentScorer",
-    is_code: "ycore.scoring.code_scorer:CodeScorer",
-}
-"""The rewards that are no functions in worker processes; a class is imported for a run that has such a reward."""
-
-
-def scorer_class(spec: RewardConfig) -> type[Scorer]:
-    """Import the class that scores the reward."""
-    references = (reference for handles, reference in SCORERS.items() if handles(spec))
-    scorer: type[Scorer] = load_reference(
-        next(references, "ycore.scoring.reward_pool:RuleScorer")
-    )
-    return scorer
-
-
-def is_rule(spec: RewardConfig) -> bool:
-    """Return whether the reward is a plain function, for the worker processes."""
-    return not any(handles(spec) for handles in SCORERS)
-
-
-def runs_unknown_code(config: ScoredConfig) -> bool:
-    """Return whether a reward runs code that ycore did not bring: a function of the user's, or what the policy wrote."""
-    return any(
-        is_code(spec) or (is_rule(spec) and ":" in spec.reward) for spec in config.rewards
-    )
-
-
-def trains_a_judge(config: RunConfig) -> bool:
-    return any(map(is_agreement, config.rewards))
-
-
-def served_models(config: RunConfig) -> list[ServedModel]:
-    """Return the policy, then every model that scores this run in an engine of ycore's.
-
-    Rewards that use the same model in the same role share its engines. A model with a `base_url` needs none.
-    """
-    policy = ServedModel(
-        ROLLOUT,
-        config.model,
-        max_model_len=config.engine.max_model_len,
-        tensor_parallel=config.engine.tensor_parallel,
-    )
-    models = {(ROLLOUT, config.model): policy}
-    for source, spec in enumerate(config.rewards):
-        for model in scorer_class(spec).models(spec, config):
-            key = (model.role, model.name)
-            model = replace(model, sources=(source,))
-            models[key] = _merge(models[key], model) if key in models else model
-    return list(models.values())
-
-
-def first_scorer(models: Sequence[ServedModel]) -> ServedModel | None:
-    """Return the first model after the policy; a judge comes before any other."""
-    return min(models[1:], key=lambda model: model.role != JUDGE, default=None)
-
-
-def own_teachers(config: RunConfig) -> list[str]:
-    """Return the teachers that every rank of the trainer holds itself."""
-    if not config.teaches_exactly:
-        return []
-    return [teacher_of(spec).model for spec in config.rewards if is_teacher(spec)]
-
-
-def check_run_placement(
-    config: RunConfig, models: Sequence[ServedModel], *, num_slots: int | None = None
-) -> None:
-    """ConfigError where the models' roles cannot be placed so on `num_slots`, None where these are not known yet."""
-    placement = parse_placement(config.placement)
-    roles = in_order([model.role for model in models])
-    check_placement(
-        placement,
-        roles=roles,
-        num_slots=sum(placement.shares) if num_slots is None else num_slots,
-    )
-
-
-def _merge(model: ServedModel, other: ServedModel) -> ServedModel:
-    lengths = [model.max_model_len, other.max_model_len]
-    widths = [
-        width for width in (model.tensor_parallel, other.tensor_parallel) if width != "auto"
-    ]
-    return replace(
-        model,
-        sources=model.sources + other.sources,
-        max_model_len=None if None in lengths else max(filter(None, lengths)),
-        max_new_tokens=max(model.max_new_tokens, other.max_new_tokens),
-        tensor_parallel=max(widths, default="auto"),
-    )
-
-
-def check_rows(config: RunConfig, prompts: PromptSet) -> None:
-    """Raise UserError where a reward cannot be loaded, or the dataset lacks what it reads."""
-    for spec in config.rewards:
-        scorer_class(spec).check_rows(spec, config, prompts)
-
-
-def check_models(config: RunConfig, *, engine: EngineKind) -> list[str]:
-    """Return a line for each model that scores; nothing is started. UserError where one cannot score this run."""
-    lines = []
-    for spec in config.rewards:
-        lines += scorer_class(spec).check_models(spec, config, engine=engine)
-    return lines
-
-
-def check_images(config: RunConfig) -> None:
-    """ConfigError where a part of the run would not see the images of its prompts, and would judge without them."""
-    problems = {
-        spec.reward: problem
-        for spec in config.rewards
-        if (problem := scorer_class(spec).image_problem(spec, config)) is not None
-    }
-    if config.has_turns:
-        problems["a run with tools, an environment or an agent"] = "writes prompts of text"
-    if config.sampling.oversample > 1:
-        problems["a run with --oversample"] = "goes on with what was written after text only"
-    if config.algorithm not in ("grpo", "rloo", "eval"):
-        problems[f"ycore {config.algorithm}"] = (
-            "has parts that read text only; take ycore grpo or ycore rloo"
-        )
-    for part, problem in problems.items():
-        raise ConfigError(
-            f"the prompts have pictures, and {part} {problem}; leave it out, or remove the pictures"
-        )
-
-
-def build_scoring(
-    config: RunConfig, folder: RunFolder, started: Sequence[ScorerEngines], *, policy: Policy
-) -> Scoring:
-    """Build the scorers of all rewards, with clients for the machine's engines. Call `start` before use.
-
-    `started` are the engines of judges, reward models and teachers.
-    """
-    from ycore.scoring.reward_pool import RuleScorer, reward_pool
-
-    context = ScorerContext(config, folder, policy, started, reward_names(config.rewards))
-    scorers: list[tuple[Sequence[int], Scorer]] = []
-    meters: list[Meter] = []
-    rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec)]
-    if rules:
-        pool = reward_pool(config, folder, [config.rewards[source] for source in rules])
-        scorers.append((rules, RuleScorer(pool, ImageStore(folder.images))))
-        meters.append(pool)
-    for source, spec in enumerate(config.rewards):
-        if source not in rules:
-            scorers.append(((source,), scorer_class(spec).build(spec, source, context)))
-    return Scoring(scorers, [*meters, *context.meters.values()])

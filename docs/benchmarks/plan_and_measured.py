@@ -29,8 +29,8 @@ from processor_clock import ProcessorClock
 from processor_speed import Speed
 from shaped_models import write_model, write_prompts
 
-from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig
+from ycore.config.trl_arguments import derive_batch
 from ycore.launch.layout import Site, layout_of, this_machine
 from ycore.models.hub import cache_dir
 from ycore.placement.placement import JUDGE

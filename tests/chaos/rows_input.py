@@ -17,11 +17,10 @@ from typing import Any
 from tests.chaos.bench import Bench, Row
 from tests.chaos.command_lines import BAD, GOOD, command_words, write_place
 from tests.chaos.runs import Setting
-from ycore.config.batch import derive_batch
 from ycore.config.presets import presets
 from ycore.config.resolve import check_needs, require_rollouts, resolve
 from ycore.config.schema import RunConfig
-from ycore.config.trl_arguments import trl_arguments
+from ycore.config.trl_arguments import derive_batch, trl_arguments
 from ycore.config.trl_fields import fields_of
 from ycore.errors import YcoreError
 from ycore.run.paths import RunFolder

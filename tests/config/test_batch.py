@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ycore.config.batch import (
+from ycore.config.resolve import resolve
+from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
+from ycore.config.trl_arguments import (
     MICRO_BATCH_TOKENS_CPU,
     MICRO_BATCH_TOKENS_GPU,
     TuneBatch,
     derive_batch,
     derive_tune_batch,
 )
-from ycore.config.resolve import resolve
-from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
 from ycore.errors import ConfigError
 
 

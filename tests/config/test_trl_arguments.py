@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from ycore.config.algorithms import ALGORITHMS, Algorithm
-from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.learners import GroupConfig
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
-from ycore.config.trl_arguments import refusal, trl_arguments
+from ycore.config.trl_arguments import derive_batch, derive_tune_batch, refusal, trl_arguments
 from ycore.errors import ConfigError
 from ycore.run.paths import RunFolder
 

@@ -13,10 +13,10 @@ import yaml
 from ycore_cli.main import app
 from ycore_cli.options import resolve_config
 
-from ycore.config.batch import derive_batch
 from ycore.config.recipe_files import load_recipe
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
+from ycore.config.trl_arguments import derive_batch
 from ycore.errors import ConfigError
 from ycore.judge import sources
 from ycore.judge.sources import with_declarations

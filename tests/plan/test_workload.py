@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from ycore.config.batch import micro_batch_sizes
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
+from ycore.config.trl_arguments import micro_batch_sizes
 from ycore.plan.model_facts import model_facts
 from ycore.plan.workload import workload_of
 

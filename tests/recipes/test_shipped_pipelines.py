@@ -3,9 +3,9 @@
 import pytest
 
 from ycore.api.pipelines import parse_pipeline, stage_config
-from ycore.config.batch import derive_batch
 from ycore.config.recipe_files import PIPELINE, list_recipes, load_recipe
 from ycore.config.schema import RunConfig
+from ycore.config.trl_arguments import derive_batch
 
 NAMES = [entry.name for entry in list_recipes() if entry.command == PIPELINE]
 

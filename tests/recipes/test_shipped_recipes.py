@@ -3,9 +3,9 @@
 import pytest
 
 from ycore.config.algorithms import ALGORITHMS
-from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.recipe_files import RecipeEntry, list_recipes, load_recipe
 from ycore.config.resolve import resolve
+from ycore.config.trl_arguments import derive_batch, derive_tune_batch
 from ycore.errors import ConfigError
 
 FROM_EXAMPLES = [

@@ -8,9 +8,9 @@ from typing import Any
 from ycore.api.run_settings import keys_of
 from ycore.api.tables import Planned, aligned
 from ycore.config.algorithms import find_algorithm
-from ycore.config.batch import BatchPlan, TuneBatch
 from ycore.config.resolve import require_rollouts, resolve
 from ycore.config.schema import BaseConfig, RewardConfig, RunConfig, TuneConfig
+from ycore.config.trl_arguments import BatchPlan, TuneBatch
 from ycore.errors import ConfigError
 from ycore.judge.sources import is_judge, with_declarations
 from ycore.launch import device_memory, engines, machine_checks

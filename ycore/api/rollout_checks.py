@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ycore.api.shown_rows import rows_read
-from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig, a_fifth
+from ycore.config.trl_arguments import derive_batch
 from ycore.data.examples import num_overlapping
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.engine.kinds import REPLAY, EngineKind, choose_kind

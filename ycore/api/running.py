@@ -10,10 +10,9 @@ from ycore.api.rollout_checks import check_rollouts
 from ycore.api.run_settings import changed_settings, main_settings
 from ycore.api.shown_rows import reading_warnings, rows_read
 from ycore.config.algorithms import families, find_algorithm, load_reference
-from ycore.config.batch import derive_tune_batch
 from ycore.config.resolve import check_needs
 from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig, a_fifth
-from ycore.config.trl_arguments import trl_arguments
+from ycore.config.trl_arguments import derive_tune_batch, trl_arguments
 from ycore.data.examples import load_examples
 from ycore.errors import ConfigError
 from ycore.launch.layout import Site, site_of

@@ -1,15 +1,261 @@
-"""From a run's config to the keyword arguments of TRL's config class, and which of TRL's fields ycore sets itself."""
+"""From a run's config to the keyword arguments of TRL's config class, and which of TRL's fields ycore sets itself.
+
+Its batch fields follow from the sizes that people say. TRL counts an optimizer step as per_device_train_batch_size *
+world size * gradient_accumulation_steps. With rollouts, a step takes prompts_per_step * group_size completions, and a
+round of generation fills per_device_train_batch_size * steps_per_generation completions on every rank, in whole groups.
+With given examples, a step takes batch_size rows.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ycore.config.algorithms import Algorithm, find_algorithm
-from ycore.config.batch import BatchPlan, TuneBatch
-from ycore.config.schema import AnyConfig, RunConfig, a_fifth
+from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
 from ycore.config.trl_fields import familiar_options
 from ycore.errors import ConfigError
 from ycore.run.paths import RunFolder
+
+MICRO_BATCH_TOKENS_CPU = 2_048
+MICRO_BATCH_TOKENS_GPU = 16_384
+DEFAULT_BATCH_SIZE = 8
+MAX_LENGTH = 1024  # TRL's own `max_length`
+
+_PER_RANK = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """TRL's batch fields, per rank."""
+
+    world_size: int
+    on_cpu: bool
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+
+    def _in_words(self, total: str) -> str:
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        micro_batches = self.gradient_accumulation_steps
+        plural = "es" if micro_batches > 1 else ""
+        per_rank = " each" if self.world_size > 1 else ""
+        size = self.per_device_train_batch_size
+        return f"{total} a step on {ranks}: {micro_batches} micro-batch{plural} of {size}{per_rank}"
+
+
+@dataclass(frozen=True)
+class BatchPlan(_Batch):
+    """The batch of a run with rollouts; `groups_per_rank` are those that each rank generates for one round."""
+
+    prompts_per_step: int
+    group_size: int
+    steps_per_generation: int
+    groups_per_rank: int
+
+    @property
+    def steps_per_round(self) -> int:
+        """Optimizer steps that learn from one round of generation, before `num_iterations` repeats them."""
+        return self.steps_per_generation // self.gradient_accumulation_steps
+
+    def num_rounds(self, config: RunConfig) -> int:
+        """Rounds of generation in the run."""
+        passes = int(config.trl.get("num_iterations", 1))
+        return math.ceil(config.steps / (self.steps_per_round * passes))
+
+    def __str__(self) -> str:
+        completions = self.prompts_per_step * self.group_size
+        total = self._in_words(
+            f"{self.prompts_per_step} prompts x {self.group_size} completions = {completions}"
+        )
+        return total + (
+            ""
+            if self.steps_per_round == 1
+            else f", {self.steps_per_round} optimizer steps a round"
+        )
+
+
+@dataclass(frozen=True)
+class TuneBatch(_Batch):
+    """The batch of a run on given examples, and its length."""
+
+    batch_size: int
+    steps: int
+    epochs: float  # passes over the rows in these steps
+    max_length: int | None  # longest sequence in tokens; None cuts nothing
+
+    def __str__(self) -> str:
+        return self._in_words(f"{self.batch_size} rows")
+
+
+def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPlan:
+    """Derive TRL's batch fields for a run with rollouts; ConfigError where the sizes do not divide."""
+    prompts = config.prompts_per_step
+    if prompts % world_size:
+        raise ConfigError(
+            f"prompts_per_step must be a multiple of the {world_size} ranks, for whole groups on each; it is {prompts}; "
+            f"e.g. {_multiples(prompts, world_size)}"
+        )
+    local = prompts // world_size * config.group_size
+    size = micro_batch_sizes(config, world_size=world_size, on_cpu=on_cpu)[0]
+    size, accumulation = _split(local, size, config.trl.get("gradient_accumulation_steps"))
+    if size * accumulation != local:
+        raise ConfigError(
+            f"per_device_train_batch_size * gradient_accumulation_steps must be the completions of a step on a rank; "
+            f"they are {size} * {accumulation} and {prompts} prompts x {config.group_size} / {world_size} = {local}; "
+            "leave one of the two out, or say divisors"
+        )
+    per_generation = config.trl.get("steps_per_generation") or accumulation
+    if per_generation % accumulation:
+        raise ConfigError(
+            f"steps_per_generation must be a multiple of gradient_accumulation_steps, so that a round is whole "
+            f"optimizer steps; they are {per_generation} and {accumulation}; e.g. "
+            f"{_multiples(per_generation, accumulation)}"
+        )
+    return BatchPlan(
+        world_size=world_size,
+        on_cpu=on_cpu,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=accumulation,
+        prompts_per_step=prompts,
+        group_size=config.group_size,
+        steps_per_generation=per_generation,
+        groups_per_rank=size * per_generation // config.group_size,
+    )
+
+
+def micro_batch_sizes(config: RunConfig, *, world_size: int, on_cpu: bool) -> list[int]:
+    """Return the micro-batches that a run may take: its own, or the usual one first and then smaller ones."""
+    local = config.prompts_per_step // world_size * config.group_size
+    size, accumulation = (config.trl.get(name) for name in _PER_RANK)
+    if size is not None or accumulation is not None:
+        return [_split(local, size, accumulation)[0]]
+    budget = _token_budget(on_cpu) // config.max_tokens
+    return _micro_batches(local, budget, group=config.group_size)
+
+
+def derive_tune_batch(
+    config: TuneConfig,
+    *,
+    num_rows: int,
+    world_size: int,
+    on_cpu: bool,
+    context_length: int | None = None,
+) -> TuneBatch:
+    """TRL's batch fields and the number of steps for a run on given examples; ConfigError where they do not work.
+
+    Args:
+        num_rows: rows to train on, without those held out.
+        context_length: the model's, in tokens, where it is known.
+    """
+    algorithm, max_length = (
+        find_algorithm(config.algorithm),
+        _max_length(config, context_length),
+    )
+    size, accumulation = (config.trl.get(name) for name in _PER_RANK)
+    total = config.batch_size
+    if total is None and size is None and accumulation is None:
+        total = max(1, min(DEFAULT_BATCH_SIZE, num_rows) // world_size) * world_size
+    elif total is None:
+        total = (size or 1) * (accumulation or 1) * world_size
+    if size is None and accumulation is None:
+        tokens = algorithm.sequences_per_row * (max_length or context_length or MAX_LENGTH)
+        most = max(algorithm.min_micro_batch, _token_budget(on_cpu) // tokens)
+        size = _micro_batches(total // world_size, most)[0]
+    size, accumulation = _split(total // world_size, size, accumulation)
+    _check_rows(algorithm, total, size, accumulation, num_rows=num_rows, world_size=world_size)
+    steps = config.steps or max(1, math.ceil(config.epochs * num_rows / total))
+    return TuneBatch(
+        world_size,
+        on_cpu,
+        size,
+        accumulation,
+        total,
+        steps,
+        round(steps * total / num_rows, 2),
+        max_length,
+    )
+
+
+def _max_length(config: TuneConfig, context_length: int | None) -> int | None:
+    """TRL's `max_length` by default, or the model's context where that is shorter."""
+    length = config.trl.get("max_length", min(MAX_LENGTH, context_length or MAX_LENGTH))
+    if context_length is not None and (length or 0) > context_length:
+        raise ConfigError(
+            f"max_length must fit into the model's context of {context_length} tokens; it is {length}; "
+            f"e.g. --max-length {context_length}"
+        )
+    return None if length is None else int(length)
+
+
+def _check_rows(
+    algorithm: Algorithm,
+    total: int,
+    size: int,
+    accumulation: int,
+    *,
+    num_rows: int,
+    world_size: int,
+) -> None:
+    if total % world_size:
+        raise ConfigError(
+            f"batch_size must be a multiple of the {world_size} ranks; it is {total}; "
+            f"e.g. {_multiples(total, world_size)}"
+        )
+    if size * accumulation != total // world_size:
+        raise ConfigError(
+            f"batch_size / ranks must be per_device_train_batch_size * gradient_accumulation_steps; they are {total} / "
+            f"{world_size} and {size} * {accumulation}; leave one of the three out, or say --batch-size "
+            f"{size * accumulation * world_size}"
+        )
+    fewest = algorithm.min_micro_batch
+    if size < fewest:
+        way_out = f"e.g. --batch-size {max(DEFAULT_BATCH_SIZE, fewest * world_size)}"
+        raise ConfigError(
+            f"{algorithm.name} needs {fewest} rows or more in a micro-batch, because it pairs a prompt with another's "
+            f"answer; per_device_train_batch_size is {size}; {way_out}"
+        )
+    if num_rows < total:
+        raise ConfigError(
+            f"a step takes {total} rows and the dataset has {num_rows} to train on; "
+            f"e.g. --batch-size {max(fewest * world_size, num_rows // world_size * world_size)}"
+        )
+
+
+def _token_budget(on_cpu: bool) -> int:
+    return MICRO_BATCH_TOKENS_CPU if on_cpu else MICRO_BATCH_TOKENS_GPU
+
+
+def _micro_batches(local: int, most: int, *, group: int = 1) -> list[int]:
+    """The divisors of a rank's share up to `most` that keep groups whole or cut them evenly, the largest first."""
+    fitting = {
+        size
+        for size in _divisors(local)
+        if size <= most and (size % group == 0 or group % size == 0)
+    }
+    return sorted(fitting | {1}, reverse=True)
+
+
+def _split(local: int, size: int | None, accumulation: int | None) -> tuple[int, int]:
+    """Micro-batch size and count of a rank's share, one of them given; what was given stays as it is."""
+    if size is None:
+        size = max(1, local // (accumulation or 1))
+    return size, max(1, local // size) if accumulation is None else accumulation
+
+
+def _divisors(number: int) -> Iterator[int]:
+    for small in range(1, math.isqrt(number) + 1):
+        if number % small == 0:
+            yield small
+            yield number // small
+
+
+def _multiples(number: int, factor: int) -> str:
+    """Name the nearest multiples."""
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)
+
+
+# -- the arguments -----------------------------------------------------------------------------------------------------
 
 
 def trl_arguments(

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ycore.config.batch import BatchPlan, TuneBatch, derive_batch, micro_batch_sizes
 from ycore.config.schema import LoraSettings, RunConfig, TuneConfig
+from ycore.config.trl_arguments import BatchPlan, TuneBatch, derive_batch, micro_batch_sizes
 from ycore.errors import ConfigError, ModelError
 from ycore.launch.layout import Layout, Machine, Site, layout_of, planned_site
 from ycore.placement.placement import ROLLOUT

@@ -7,8 +7,8 @@ still run out of memory.
 import math
 from collections.abc import Sequence
 
-from ycore.config.batch import BatchPlan, derive_batch
 from ycore.config.schema import RunConfig
+from ycore.config.trl_arguments import BatchPlan, derive_batch
 from ycore.engine.commands import check_arguments
 from ycore.engine.kinds import INSTALL_VLLM, EngineKind, choose_kind
 from ycore.errors import ConfigError

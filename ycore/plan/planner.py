@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ycore.config.batch import derive_batch, micro_batch_sizes
 from ycore.config.schema import RewardConfig, RunConfig
+from ycore.config.trl_arguments import derive_batch, micro_batch_sizes
 from ycore.errors import ConfigError
 from ycore.judge.sources import is_judge
 from ycore.plan.devices import (

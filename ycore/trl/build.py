@@ -22,9 +22,8 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ycore.config.algorithms import find_algorithm, load_reference
-from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
-from ycore.config.trl_arguments import trl_arguments
+from ycore.config.trl_arguments import derive_batch, derive_tune_batch, trl_arguments
 from ycore.data.examples import Example, ExampleSet
 from ycore.errors import ConfigError
 from ycore.models.folder import context_length, read_settings

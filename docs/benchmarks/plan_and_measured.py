@@ -35,9 +35,9 @@ from ycore.launch.layout import Site, layout_of, this_machine
 from ycore.models.hub import cache_dir
 from ycore.placement.placement import JUDGE
 from ycore.plan.devices import GIB, Device, Fleet, measured_core
+from ycore.plan.memory import Strategy, Workload, workload_of
 from ycore.plan.model_facts import ModelFacts, facts_of
 from ycore.plan.planner import forecast_step
-from ycore.plan.workload import Strategy, Workload, workload_of
 from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder

@@ -24,7 +24,7 @@ from ycore.launch.layout import (
     on_machine,
 )
 from ycore.plan.devices import check_bfloat16
-from ycore.plan.workload import SHARDINGS, Sharding
+from ycore.plan.memory import SHARDINGS, Sharding
 from ycore.run.paths import RunFolder
 
 CORES = Machine(cores=tuple(range(8)), devices=())

@@ -27,6 +27,7 @@ from ycore.launch.layout import site_of
 from ycore.launch.machine_checks import check_described, check_run, described
 from ycore.plan import planner
 from ycore.plan.devices import DEVICES, GIB, Device
+from ycore.plan.memory import Strategy
 from ycore.plan.model_facts import KNOWN_CONFIGS
 from ycore.plan.planner import (
     Plan,
@@ -35,7 +36,6 @@ from ycore.plan.planner import (
     make_plan,
     with_layout,
 )
-from ycore.plan.workload import Strategy
 from ycore.scoring.scorers import first_scorer, served_models
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)

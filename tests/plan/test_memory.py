@@ -6,6 +6,8 @@ import pytest
 
 from ycore.plan.devices import DEVICES, GIB, Device, Fleet
 from ycore.plan.memory import (
+    Strategy,
+    Workload,
     activations,
     engine_weight_bytes,
     largest_weight,
@@ -15,7 +17,6 @@ from ycore.plan.memory import (
 )
 from ycore.plan.model_facts import model_facts
 from ycore.plan.planner import forecast_step
-from ycore.plan.workload import Strategy, Workload
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 SMALL = model_facts("smollm2-135m")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ycore.config.schema import RunConfig
 from ycore.plan.devices import DEVICES, GIB, Device, Fleet
+from ycore.plan.memory import Strategy, Workload
 from ycore.plan.model_facts import model_facts
 from ycore.plan.planner import (
     Plan,
@@ -14,7 +15,6 @@ from ycore.plan.planner import (
     strategies,
     why_too_large,
 )
-from ycore.plan.workload import Strategy, Workload
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 SEVEN = model_facts("Qwen/Qwen2.5-7B-Instruct")

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import pytest
 
 from ycore.plan.devices import DEVICES, GB, GIB, Fleet
-from ycore.plan.memory import trainer_states
+from ycore.plan.memory import Sharding, Strategy, Workload, trainer_states
 from ycore.plan.model_facts import ModelFacts, facts_of, model_facts
 from ycore.plan.planner import forecast_step, strategies
-from ycore.plan.workload import Sharding, Strategy, Workload
 
 _ZERO = "arXiv 1910.02054, figure 1"
 _DEEPSPEED = "deepspeedai/DeepSpeed docs/code-docs/source/memory.rst"

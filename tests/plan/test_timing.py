@@ -6,9 +6,14 @@ import pytest
 
 from ycore.plan import timing
 from ycore.plan.devices import DEVICES
-from ycore.plan.memory import activations, micro_batch_tokens, trainer_states
+from ycore.plan.memory import (
+    Strategy,
+    Workload,
+    activations,
+    micro_batch_tokens,
+    trainer_states,
+)
 from ycore.plan.model_facts import model_facts
-from ycore.plan.workload import Strategy, Workload
 
 H100 = DEVICES["h100"]
 JOB = Workload(

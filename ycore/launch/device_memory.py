@@ -23,8 +23,10 @@ from ycore.plan.memory import (
     NO_TRAINER,
     ON_GPU,
     EngineNeed,
+    Strategy,
     TrainerMemory,
     trainer_memory,
+    workload_of,
 )
 from ycore.plan.model_facts import ModelFacts, facts_of, model_config
 from ycore.plan.sharing import (
@@ -35,7 +37,6 @@ from ycore.plan.sharing import (
     sharing_options,
     usable_bytes,
 )
-from ycore.plan.workload import Strategy, workload_of
 from ycore.scoring.scorers import own_teachers, served_models
 from ycore.scoring.scoring import ServedModel
 

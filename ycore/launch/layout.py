@@ -32,7 +32,7 @@ from ycore.plan.devices import (
     format_of,
     usable_cores,
 )
-from ycore.plan.workload import SHARDINGS, Sharding
+from ycore.plan.memory import SHARDINGS, Sharding
 from ycore.run.paths import RunFolder
 
 

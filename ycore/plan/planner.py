@@ -19,11 +19,19 @@ from ycore.plan.devices import (
     parse_devices,
     usable_cores,
 )
-from ycore.plan.memory import EngineMemory, Parts, capacity_of, step_memory
+from ycore.plan.memory import (
+    SHARDINGS,
+    EngineMemory,
+    Parts,
+    Strategy,
+    Workload,
+    capacity_of,
+    step_memory,
+    workload_of,
+)
 from ycore.plan.model_facts import model_facts
 from ycore.plan.sharing import sharing_options
 from ycore.plan.timing import step_seconds
-from ycore.plan.workload import SHARDINGS, Strategy, Workload, workload_of
 from ycore.run.claim import flat
 from ycore.scoring.scoring import ServedModel
 

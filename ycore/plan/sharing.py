@@ -16,15 +16,17 @@ from ycore.plan.devices import GIB
 from ycore.plan.memory import (
     DEVICE_SHARE,
     NO_TRAINER,
+    OFFLOADED,
     ON_GPU,
     EngineMemory,
     EngineNeed,
     Parts,
+    Strategy,
     TrainerMemory,
+    Workload,
     engines_on_gpu,
     gpu_phases,
 )
-from ycore.plan.workload import OFFLOADED, Strategy, Workload
 
 _CONTEXT = 0.5 * GIB  # of an engine's overhead, what is outside of its share
 _ENOUGH = 64  # sequences at once, from which on a decoding step takes longer with each

@@ -9,9 +9,15 @@ from dataclasses import dataclass
 
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.devices import Device, Fleet
-from ycore.plan.memory import micro_batch_tokens, saved_per_token, trainer_memory
+from ycore.plan.memory import (
+    PHASES,
+    Strategy,
+    Workload,
+    micro_batch_tokens,
+    saved_per_token,
+    trainer_memory,
+)
 from ycore.plan.model_facts import ModelFacts
-from ycore.plan.workload import PHASES, Strategy, Workload
 
 _LENGTH_CLASSES = 8
 _LOGIT_BYTES = 24.0  # of a decoding step: written and read in float32, three times

@@ -33,6 +33,10 @@ TARGET=${1:-}
 [ -n "$TARGET" ] || EDITABLE=--editable
 
 say "Installing ycore into $VENV, which happens once and takes some minutes."
+# pip and uv say nothing for minutes, so their progress is seen by what they wrote.
+while sleep 5 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do say "now  $(du -sm "$VENV" 2>/dev/null | cut -f1) MB in $VENV"; done &
+pulse=$!
+trap 'kill $pulse' EXIT
 pip install -qq --upgrade pip 2>/dev/null || true
 if nvidia-smi -L >/dev/null 2>&1; then
     say "There is an NVIDIA GPU: PyTorch for CUDA and vLLM."

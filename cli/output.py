@@ -99,11 +99,13 @@ def _next_commands(config: "RunConfig | TuneConfig") -> Iterator[str]:
     yield shlex.join(["ycore", "chat", str(folder.root)])
     rewards = config.eval_rewards or config.rewards
     in_words = not (config.has_turns or config.few_shot or any(spec.args for spec in rewards))
-    if config.eval_dataset is None or not in_words:
+    held_out = config.for_evaluation()
+    if held_out is None or not in_words:
         yield shlex.join(["ycore", "report", str(folder.root)])
     else:
         words = ["ycore", "eval", "--model", config.model, "--model", str(folder.model)]
-        words += ["--dataset", config.eval_dataset, "--split", config.eval_split]
+        words += ["--dataset", held_out.dataset]
+        words += ["--split", held_out.split] if held_out.split != "train" else []
         for spec in rewards:
             words += ["--reward", spec.reward]
         words += ["--num-samples", str(config.num_samples)]

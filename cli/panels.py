@@ -1,5 +1,6 @@
 """How a command is read: its help in panels, and what holds for the words of every command line."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -48,7 +49,14 @@ class PanelCommand(TyperCommand):
             args = ["--help"]
         if not ctx.resilient_parsing:
             self._refuse_misread_words(ctx, args)
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        for name, value in ctx.params.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(
+                    f"{option} must be a finite number; it is {value}; leave it out for its default"
+                )
+        return rest
 
     def _refuse_misread_words(self, ctx: Any, args: list[str]) -> None:
         """Refuse an option that comes twice but takes one value, and an option as the value of the one before it.

@@ -174,6 +174,7 @@ def serve(
 
     model = _named(model, "serve", best=best)
     folder, name = trained.language_model(model, best=best), served_name(model)
+    trained.check_address(host, 0 if dry_run else port)
     words, spec = trained.serve_command(
         folder,
         name=name,

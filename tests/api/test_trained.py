@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from ycore.api import trained
 from ycore.api.trained import ChatSettings
 from ycore.engine.commands import engine_environment
 from ycore.engine.vllm_plugin import SIGHTED
-from ycore.errors import ModelError, RunError, RunFolderError
+from ycore.errors import ConfigError, ModelError, RunError, RunFolderError
 from ycore.run.reports import is_alive
 
 CONFIG = {
@@ -354,6 +355,15 @@ def test_a_server_listens_where_it_is_told_and_cannot_be_changed(run: Path) -> N
         and "PolicyWorker" not in line
         and spec.max_model_len == 512
     )
+
+
+@pytest.mark.parametrize("host", ["no such host", "192.0.2.1", "127.0.0.1"])
+def test_an_address_that_cannot_be_listened_on_is_refused(host: str) -> None:
+    trained.check_address("127.0.0.1", 0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--host {host} --port {port}.*e.g. --host"):
+            trained.check_address(host, port)
 
 
 def test_a_server_of_a_model_that_sees_reads_pictures(tmp_path: Path) -> None:

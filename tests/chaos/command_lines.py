@@ -125,6 +125,25 @@ BAD: tuple[tuple[str, str], ...] = (
     ("--set engine", "--set takes key.path=value, not 'engine'"),
     ("--set engine.count=[1", "is not a YAML value"),
     ("--set rewards.3.weight=1", "there is no element '3'; the list has 1"),
+    # what nothing reads
+    ("--split test --dataset {place}/train.jsonl", "no option --split"),
+    ("--set split=test", "--split test: {place}/train.jsonl is a file, and has no splits"),
+    ("--eval-split test", "--eval-split needs rows to measure on"),
+    ("--set eval_limit=3", "eval_limit needs rows to measure on"),
+    (
+        "--eval-dataset {place}/train.jsonl --eval-split test",
+        "leave --eval-split out, or name another file",
+    ),
+    ("--max-turns 4", "max_turns is 4, and without --tools, --env or --agent nothing reads it"),
+    ("--actions calls", "turns is {{'actions': 'calls'}}, and without --tools"),
+    (
+        "--log-every 3",
+        "without --report-to nothing reads it; give --report-to, or leave it out",
+    ),
+    ("--set constraints.rate=2", "without --constraint nothing reads it"),
+    # numbers
+    ("--temperature inf", "temperature must be a finite number; it is 'inf'"),
+    ("--oversample nan", "--oversample must be a finite number; it is nan; leave it out"),
     # recipes
     ("--recipe quikstart", "no recipe 'quikstart'; did you mean 'quickstart'"),
     (

@@ -89,6 +89,14 @@ def test_the_table_says_what_a_person_wants_to_know(capsys: pytest.CaptureFixtur
     assert line.startswith("  --processes 4") and "--beta" not in line
 
 
+def test_an_accelerate_file_is_refused_which_no_plan_reads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert typed("plan --model llama-3.1-8b --devices 4xH100 --accelerate mine.yaml") == 2
+    error = capsys.readouterr().err
+    assert "zero2" in error and "'mine.yaml'; take one of these, or leave it out" in error
+
+
 def test_what_does_not_fit_says_why_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert typed("plan --model Qwen/Qwen2.5-7B-Instruct --devices 1x80GB --full") == 1
     told = capsys.readouterr().out

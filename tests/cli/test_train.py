@@ -206,6 +206,12 @@ BAD = [
     ),
     ("dpo --recipe quickstart", "the recipe quickstart is for `ycore grpo`, not dpo"),
     ("sft --recipe {place}/mine.yaml", "is for `ycore dpo`, not sft; say ycore dpo --recipe"),
+    ("dpo --split test", "pairs.jsonl is a file, and has no splits; leave --split out"),
+    (
+        "dpo --eval-split test",
+        "pairs.jsonl is a file, and has no splits; leave --eval-split out",
+    ),
+    ("dpo --epochs inf", "--epochs must be a finite number; it is inf"),
     ("dpo --set columns.chosen=best", "has no column 'best' (columns.chosen)"),
     (
         "reward --processes 2 --accelerate zero3",

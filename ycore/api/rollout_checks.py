@@ -91,17 +91,6 @@ def _check_evaluation(
     config: RunConfig, prompts: PromptSet, model: ModelPlan
 ) -> dict[str, Any] | None:
     """Describe the held-out rows and when they are measured; None for a run without any."""
-    is_configured = any(
-        (
-            config.eval_dataset,
-            config.eval_every,
-            config.eval_rewards,
-            config.keep_best,
-            config.stop_when,
-        )
-    )
-    if not is_configured:
-        return None
     from ycore.evaluation.held_out import check_evaluation
 
     check_evaluation(config)

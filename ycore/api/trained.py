@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 from ycore.config.algorithms import ALGORITHMS, find_algorithm
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment, kv_cache_gib
-from ycore.errors import ModelError, RunError, RunFolderError
+from ycore.errors import ConfigError, ModelError, RunError, RunFolderError
 from ycore.launch.engines import model_length
 from ycore.launch.guardian import guarded
 from ycore.launch.layout import this_machine
@@ -179,6 +180,18 @@ class Chat:
 # -- serve -------------------------------------------------------------------------------------------------------------
 
 
+def check_address(host: str, port: int) -> None:
+    """Raise ConfigError where nothing can listen; port 0 is any."""
+    try:
+        family = socket.getaddrinfo(host, port)[0][0]
+        socket.create_server((host, port), family=family).close()
+    except OSError as problem:
+        raise ConfigError(
+            f"nothing can listen at --host {host} --port {port}: {problem.strerror}; take an address of this machine, "
+            "e.g. --host 127.0.0.1, and a free port"
+        ) from None
+
+
 def serve_command(
     folder: Path, *, name: str, host: str, port: int, template_arguments: Mapping[str, Any]
 ) -> tuple[list[str], EngineSpec]:
@@ -195,8 +208,8 @@ def serve_command(
         sees="vision_config" in settings,
     )  # fmt: skip
     words = engine_command(spec)
-    socket = words.index("--uds")
-    words[socket : socket + 2] = ["--host", host, "--port", str(port)]
+    socket_option = words.index("--uds")
+    words[socket_option : socket_option + 2] = ["--host", host, "--port", str(port)]
     words[words.index("--served-model-name") + 1] = name
     if template_arguments:
         words += ["--default-chat-template-kwargs", json.dumps(template_arguments)]

@@ -252,6 +252,18 @@ def a_fifth(steps: int) -> int:
     return math.ceil(steps / 5)
 
 
+def _names_file(dataset: str) -> bool:
+    """Tell whether a dataset is one file, which has no splits."""
+    return re.search(r"\.(jsonl?|csv|tsv|parquet)(\.gz)?$", dataset) is not None
+
+
+def _check_split(option: str, split: str | None, dataset: str | None) -> None:
+    if split and _names_file(dataset or ""):
+        raise ConfigError(
+            f"{option} {split}: {dataset} is a file, and has no splits; leave {option} out, or name another file"
+        )
+
+
 class BaseConfig(Strict):
     """The settings that every run has."""
 
@@ -298,6 +310,8 @@ class BaseConfig(Strict):
 
     def check(self) -> None:
         """Raise ConfigError where two keys contradict each other."""
+        if self.split != "train":
+            _check_split("--split", self.split, self.dataset)
 
     @property
     def code_files(self) -> dict[str, str]:
@@ -379,7 +393,7 @@ class RunConfig(ScoredConfig, RowSettings):
     steps: Positive = 100
     # Rows that the policy is measured on before the first step, every `eval_every` steps and after the last.
     eval_dataset: str | None = None
-    eval_split: str = "test"
+    eval_split: str | None = None  # None is `test`
     eval_limit: Positive | None = None  # rows to take from it; None takes all
     keep_best: str | None = (
         None  # a figure of an evaluation, e.g. `pass@1`: its best model is kept in `best/`
@@ -488,7 +502,7 @@ class RunConfig(ScoredConfig, RowSettings):
         shared = {name: getattr(self, name) for name in RunConfig.model_fields}
         rows = {
             "dataset": self.eval_dataset,
-            "split": self.eval_split,
+            "split": "train" if _names_file(self.eval_dataset) else self.eval_split or "test",
             "limit": self.eval_limit,
         }
         rewards = self.eval_rewards or self.rewards
@@ -497,10 +511,13 @@ class RunConfig(ScoredConfig, RowSettings):
         )
 
     def check(self) -> None:
+        super().check()
+        _check_split("--eval-split", self.eval_split, self.eval_dataset)
         if len(self.environments) < len(self.env):
             raise ConfigError(
                 f"two environments of {', '.join(self.env)} have one name; give them names: --env NAME=file.py:Class"
             )
+        self._check_unread()
         self._check_policy_as_judge()
         self._check_carried()
         self._check_drafts()
@@ -509,6 +526,23 @@ class RunConfig(ScoredConfig, RowSettings):
                 "--curriculum learns which groups teach, and here every completion does; leave it out, or take ycore "
                 "grpo with --group-size 2 or more"
             )
+
+    def _check_unread(self) -> None:
+        """Refuse a setting that nothing of this run reads."""
+        turns = self.has_turns, "--tools, --env or --agent"
+        readers = {
+            "max_turns": turns,
+            "turns": turns,
+            "env_python": turns,
+            "log_every": (self.has_trackers, "--report-to"),
+            "constraints": (any(reward.constraint for reward in self.rewards), "--constraint"),
+        }
+        for key, value in self.model_dump(include=set(readers), exclude_defaults=True).items():
+            is_read, option = readers[key]
+            if not is_read:
+                raise ConfigError(
+                    f"{key} is {value!r}, and without {option} nothing reads it; give {option}, or leave it out"
+                )
 
     def _check_policy_as_judge(self) -> None:
         judges = [reward.reward for reward in self.rewards if reward.reward.startswith(AGREES)]
@@ -629,6 +663,10 @@ class TuneConfig(BaseConfig, RowSettings):
     batch_size: Positive | None = None
     epochs: Annotated[float, Field(gt=0)] = 1.0  # passes over the rows; `steps` wins
     steps: Positive | None = None  # optimizer steps; None derives them from `epochs`
+
+    def check(self) -> None:
+        super().check()
+        _check_split("--eval-split", self.eval_split, self.eval_dataset or self.dataset)
 
     @property
     def measures_between(self) -> bool:

@@ -237,7 +237,11 @@ def check_evaluation(config: RunConfig) -> None:
         raise ConfigError(
             "--eval-dataset needs engines, and a run with --replay starts none; leave one of them out"
         )
-    more = {"--eval-reward": config.eval_rewards}
+    more = {
+        "--eval-reward": config.eval_rewards,
+        "--eval-split": config.eval_split,
+        "eval_limit": config.eval_limit,
+    }
     _check_options(config, settings, more, "name them, e.g. --eval-dataset test.jsonl")
     for spec in config.eval_rewards:
         if spec.reward.startswith(("judge:", "rm:", "teacher:")) and spec not in config.rewards:

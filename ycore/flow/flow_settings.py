@@ -97,6 +97,7 @@ class FlowConfig(ScoredConfig):
         return self.eval_every or a_fifth(self.steps)
 
     def check(self) -> None:
+        super().check()
         flow = self.flow
         for key, default in _NOT_TAKEN.items():
             if getattr(self, key) != default:

@@ -263,7 +263,12 @@ def allowed_strategies(
     config: RunConfig, work: Workload, fleet: Fleet, micro_batch: int
 ) -> list[Strategy]:
     shardings = set(SHARDINGS)
-    if config.accelerate in SHARDINGS:
+    if config.accelerate is not None:
+        if config.accelerate not in shardings:
+            raise ConfigError(
+                f"ycore plan compares {', '.join(SHARDINGS)}; --accelerate is {config.accelerate!r}; take one of these, "
+                "or leave it out"
+            )
         shardings = {config.accelerate}
     if work.quantized:
         shardings -= {"zero3", "fsdp2"}

@@ -18,6 +18,7 @@ DocsWords = Annotated[
 ]
 
 _LINK = re.compile(r"^- \[(.+?)\]\((\w[\w-]*)\.md\): (.+)$", re.MULTILINE)
+_OF_QUESTIONS = " a an can do does how i in is it my of the to use what where why with "
 _SYMPTOM = re.compile(r"^It says: (.+)$", re.MULTILINE)
 
 
@@ -105,6 +106,7 @@ def search(pages: Mapping[str, str], query: str, *, limit: int = 5) -> list[Sect
     import sqlite3
 
     words = re.findall(r"\w+", query.lower())
+    words = [word for word in words if f" {word} " not in _OF_QUESTIONS] or words
     if not words:
         return []
     about = {

@@ -189,8 +189,7 @@ def serve(
         return 0
     if not is_vllm_installed():
         raise ConfigError(f"ycore serve needs vLLM; {INSTALL_VLLM}")
-    with quiet():  # vLLM speaks
-        return trained.serve_model(words, spec)
+    return trained.serve_model(words, spec, say=print_line)
 
 
 def export(

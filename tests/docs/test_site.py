@@ -166,6 +166,11 @@ def test_the_reference_is_that_of_the_code() -> None:
         ("teacher distillation", "algorithms"),
         ("python api", "api"),
         ("offline", "faq"),
+        ("how do I use wandb", "report"),
+        ("how do I add a tool", "first-tool"),
+        ("can I use several gpus", "several-gpus"),
+        ("my reward stays 0", "troubleshooting"),
+        ("what does advantage mean", "algorithms"),
     ],
 )
 def test_words_find_the_right_page_first(words: str, page: str) -> None:

@@ -1,12 +1,12 @@
 """Use a trained model: chat with it, serve it, export it, push it to the hub with a card."""
 
+import asyncio
 import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ycore.config.algorithms import ALGORITHMS, find_algorithm
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment, kv_cache_gib
@@ -31,7 +33,7 @@ from ycore.run.files import read_json
 from ycore.run.interrupt import StopRequests
 from ycore.run.paths import RunFolder
 from ycore.run.text import Say, printable, topic
-from ycore.run.work import working
+from ycore.run.work import quiet, working
 
 _SERVED_SEQUENCES = 8  # that a served model decodes at once on a CPU
 _SERVED_LENGTH = 4096
@@ -182,9 +184,12 @@ class Chat:
 
 def check_address(host: str, port: int) -> None:
     """Raise ConfigError where nothing can listen; port 0 is any."""
+
+    async def listen() -> None:
+        (await asyncio.start_server(lambda *_: None, host, port)).close()
+
     try:
-        family = socket.getaddrinfo(host, port)[0][0]
-        socket.create_server((host, port), family=family).close()
+        asyncio.run(listen())
     except OSError as problem:
         raise ConfigError(
             f"nothing can listen at --host {host} --port {port}: {problem.strerror}; take an address of this machine, "
@@ -216,7 +221,14 @@ def serve_command(
     return words, spec
 
 
-def serve_model(words: Sequence[str], spec: EngineSpec) -> int:
+def _listens(process: subprocess.Popen[bytes]) -> bool:
+    with contextlib.suppress(psutil.Error):
+        connections = psutil.Process(process.pid).net_connections("tcp")
+        return any(connection.status == psutil.CONN_LISTEN for connection in connections)
+    return False
+
+
+def serve_model(words: Sequence[str], spec: EngineSpec, *, say: Say) -> int:
     """Serve until Ctrl-C, SIGTERM or a closed terminal; return the exit status. However this process ends, a guardian
     ends the server. Clients must give the key in VLLM_API_KEY, if any.
     """
@@ -234,8 +246,14 @@ def serve_model(words: Sequence[str], spec: EngineSpec) -> int:
                 if "VLLM_API_KEY" in os.environ:
                     environment["VLLM_API_KEY"] = os.environ["VLLM_API_KEY"]
                 process = subprocess.Popen(list(words), env=environment)
-                while process.poll() is None and not stops.count:
-                    time.sleep(0.2)
+                with working("vLLM starts"):
+                    while process.poll() is None and not stops.count and not _listens(process):
+                        time.sleep(0.2)
+                with quiet():  # vLLM speaks
+                    if process.poll() is None and not stops.count:
+                        say("ready; Ctrl-C ends it")
+                    while process.poll() is None and not stops.count:
+                        time.sleep(0.2)
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=20)

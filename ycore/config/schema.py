@@ -43,7 +43,7 @@ AGREES = "agrees:"
 
 def _whole(text: str) -> str:
     if foreign_text(text) != text:
-        raise ValueError("it holds half of a character (a lone surrogate); correct the text")
+        raise PydanticCustomError("whole_text", "text without half of a character")
     return text
 
 

@@ -215,6 +215,7 @@ _WAYS_OUT = {
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make its place writable"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
     **dict.fromkeys((errno.ENOMEM, errno.EAGAIN), "leave it more memory and processes"),
+    errno.ENAMETOOLONG: "choose a shorter name",
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE), "put back what was moved"),
 }
 

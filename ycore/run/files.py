@@ -242,10 +242,10 @@ class LineFollower:
     Args:
         path: The file; it may be missing, and may be replaced by another.
         tail_bytes: How far before the end of a file a look begins at most, so that one after a long time takes no more
-            memory than others; None reads every line, also of a file that has become shorter.
+            memory than others.
     """
 
-    def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
+    def __init__(self, path: Path, *, tail_bytes: int = 2**63) -> None:
         self._path = path
         self._tail_bytes = tail_bytes
         self._inode = 0
@@ -264,12 +264,9 @@ class LineFollower:
             inode = os.fstat(file.fileno()).st_ino
             size = file.seek(0, os.SEEK_END)
             if inode != self._inode or size < self._offset:
-                is_cut = inode == self._inode and self._tail_bytes is not None
-                self._offset = size if is_cut else 0
                 self._inode = inode
-                self.num_lines = 0
-            if self._tail_bytes is not None:
-                self._offset = max(self._offset, size - self._tail_bytes)
+                self._offset = self.num_lines = 0
+            self._offset = max(self._offset, size - self._tail_bytes)
             file.seek(self._offset)
             lines = []
             for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):

@@ -132,24 +132,6 @@ def test_both_gradients_are_those_of_the_definition(
             assert torch.allclose(found[name], parameter.grad, atol=1e-6), name
 
 
-def test_the_value_after_a_cut_completion_is_that_of_its_last_token(
-    model: Path, tmp_path: Path
-) -> None:
-    trainer = made(model, tmp_path, bootstrap=True, whiten=False)
-    batch = step(trainer)
-    with torch.no_grad():
-        _, values, mask = plain(trainer, batch)
-    lengths = batch["completion_mask"].sum(dim=1)
-    for row, place in enumerate(places(batch)):
-        score = SCORES[place]
-        if score is None:
-            assert not mask[row].any(), "a completion that no reward could score is left out"
-            continue
-        after = values[row, lengths[row]].item() if place % 2 else 0.0
-        target = batch["value_targets"][row, : lengths[row]].tolist()
-        assert target == pytest.approx([score + after] * int(lengths[row]), abs=1e-5)
-
-
 def test_with_a_head_of_zeros_the_first_step_is_reinforce_over_tokens(
     model: Path, tmp_path: Path
 ) -> None:

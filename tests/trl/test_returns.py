@@ -16,7 +16,7 @@ from ycore.trl.returns import (
 )
 
 A_REWARDS, A_VALUES = [0.0, 0.0, 0.0, 1.0], [0.2, 0.4, 0.5, 0.7]
-B_REWARDS, B_VALUES, B_AFTER = [0.0, 0.0, 0.0], [0.1, 0.3, 0.2], 0.6
+B_REWARDS, B_VALUES = [0.0, 0.0, 0.0], [0.1, 0.3, 0.2]
 
 
 def alone(total: Tensor) -> Tensor:
@@ -24,16 +24,11 @@ def alone(total: Tensor) -> Tensor:
     return total
 
 
-def one(
-    rewards: list[float], values: list[float], *, after: float | None = None, **settings: float
-) -> list[Tensor]:
+def one(rewards: list[float], values: list[float], **settings: float) -> list[Tensor]:
     """Advantages and targets of one completion; lam stands for both unless the target's is given."""
     rows = [torch.tensor([row], dtype=torch.float64) for row in (rewards, values)]
     settings = {"target_lam": settings.get("lam", 1.0), "lam": 1.0, **settings}
-    bootstrap = None if after is None else torch.tensor([after])
-    found = advantages_and_targets(
-        *rows, torch.ones_like(rows[0]), bootstrap_B=bootstrap, **settings
-    )  # type: ignore[arg-type]
+    found = advantages_and_targets(*rows, torch.ones_like(rows[0]), **settings)  # type: ignore[arg-type]
     return [row[0] for row in found]
 
 
@@ -71,12 +66,6 @@ def test_a_completion_that_was_cut() -> None:
     advantages, targets = one(B_REWARDS, B_VALUES, lam=0.95)
     near(advantages, [-0.0755, -0.29, -0.2])
     near(targets, [0.0245, 0.01, 0])
-    advantages, targets = one(B_REWARDS, B_VALUES, after=B_AFTER, lam=0.95)
-    near(advantages, [0.466, 0.28, 0.4])
-    near(targets, [0.566, 0.58, 0.6])
-    advantages, targets = one(B_REWARDS, B_VALUES, after=B_AFTER)
-    near(advantages, [0.5, 0.3, 0.4])
-    near(targets, [0.6, 0.6, 0.6])
 
 
 def test_a_reward_one_token_off_is_another_advantage() -> None:

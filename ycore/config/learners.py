@@ -215,8 +215,6 @@ class CriticSettings(Strict):
     # Subtract the advantages' mean and divide by their deviation, among the tokens of all ranks.
     whiten: bool = True
     macro_tokens: Positive = 1  # tokens that share one advantage (MA-RLHF)
-    # A completion that was cut at `max_tokens` is followed by its value, instead of nothing.
-    bootstrap: bool = False
     # Bounds of a value, those of the reward; None is unbounded.
     range: tuple[float, float] | None = None
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ycore.config.learners import CriticSettings, PPOConfig
 from ycore.errors import ConfigError
@@ -62,9 +61,7 @@ class Trainer(TokenRewardTrainer):
         """Advantages, old values and value targets, (B, T), fixed for all optimizer steps of the round."""
         settings = self._settings
         rewards, mask = self._token_rewards(batch)
-        truncated = torch.tensor([seq.is_truncated for seq in self._round], device=mask.device)
-        continues = truncated & bool(settings.bootstrap)
-        values, bootstrap = self._values_of(batch, continues & mask.any(dim=1))
+        values = self._values_of(batch)
         advantages, targets = advantages_and_targets(
             rewards,
             values,
@@ -73,11 +70,10 @@ class Trainer(TokenRewardTrainer):
             target_lam=settings.target_lam,
             alpha=settings.alpha,
             macro_tokens=settings.macro_tokens,
-            bootstrap_B=bootstrap,
         )
         if settings.whiten:
             advantages = whitened(advantages, mask, self._add_up)
-        self._record_explained(values, to_go(rewards), mask * ~continues.unsqueeze(1))
+        self._record_explained(values, to_go(rewards), mask)
         self.record(
             "ycore/critic/value", (values * mask).sum().item() / max(1, int(mask.sum()))
         )
@@ -93,23 +89,12 @@ class Trainer(TokenRewardTrainer):
         if explained is not None:
             self.record("ycore/critic/explained_variance", explained)
 
-    def _values_of(self, batch: dict[str, Any], continues: Tensor) -> tuple[Tensor, Tensor]:
-        """Values before each token, (B, T), and after the last one, (B,), which is 0 unless the completion continues.
-
-        The last token is no input of a packed row. For a completion that continues, another token is laid behind it:
-        the value after the last token is then read at that token's label, whatever it is.
-        """
+    def _values_of(self, batch: dict[str, Any]) -> Tensor:
+        """Values before each token, (B, T)."""
         ids, mask = whole_sequences(batch)
         completions = batch["completion_ids"]
-        width = completions.size(1)
-        lengths = batch["completion_mask"].sum(dim=1)
         later_prompts = batch.get("later_prompt_lengths", torch.zeros_like(completions))
-        mask = pad(mask, (0, 1))
-        indices = torch.arange(len(ids), device=ids.device)
-        mask[indices, ids.size(1) - width + lengths] = continues.to(mask.dtype)
-        rows = PaddedRows(
-            pad(ids, (0, 1)), mask, width + 1, later_prompts=pad(later_prompts, (0, 1))
-        )
+        rows = PaddedRows(ids, mask, completions.size(1), later_prompts=later_prompts)
         with torch.no_grad(), self.accelerator.autocast():
             (values,) = packed_scores(
                 self.critic,
@@ -118,7 +103,7 @@ class Trainer(TokenRewardTrainer):
                 names=(VALUES,),
                 size=self.args.per_device_train_batch_size,
             )
-        return values[:, :width], values[indices, lengths] * continues
+        return values
 
     # -- the loss ----------------------------------------------------------------------------------------------------
 

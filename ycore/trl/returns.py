@@ -37,11 +37,10 @@ def advantages_and_targets(
     target_lam: float,
     alpha: float | None = None,
     macro_tokens: int = 1,
-    bootstrap_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16): A_t = sum over l of lam^l * delta_(t+l).
 
-    delta_t = r_t + V_(t+1) - V_t, and after the last action V is 0, or `bootstrap_B` where the completion was cut.
+    delta_t = r_t + V_(t+1) - V_t, and after the last action V is 0.
 
     Args:
         lam: of the policy's advantages.
@@ -62,8 +61,7 @@ def advantages_and_targets(
         1, place, torch.where(mask, values_BT.double(), 0)
     ) / sizes.clamp(min=1)
     is_action = sizes > 0
-    after = torch.zeros_like(values[:, 0]) if bootstrap_B is None else bootstrap_B.double()
-    policy_lam = torch.full_like(after, lam)
+    policy_lam = torch.full_like(values[:, 0], lam)
     if alpha is not None:
         num_actions = is_action.sum(dim=1).clamp(min=1).double()
         policy_lam = (1 - 1 / (alpha * num_actions)).clamp(min=0)
@@ -71,20 +69,20 @@ def advantages_and_targets(
     def by_token(values_of_actions: Tensor) -> Tensor:
         return torch.where(mask, values_of_actions.gather(1, place), 0)
 
-    estimate = partial(_advantages_of_actions, rewards, values, is_action, after)
+    estimate = partial(_advantages_of_actions, rewards, values, is_action)
     advantages = target_advantages = estimate(policy_lam)
     if alpha is not None or target_lam != lam:
-        target_advantages = estimate(torch.full_like(after, target_lam))
+        target_advantages = estimate(torch.full_like(policy_lam, target_lam))
     return by_token(advantages), by_token(values + target_advantages)
 
 
 def _advantages_of_actions(
-    rewards: Tensor, values: Tensor, is_action: Tensor, after_B: Tensor, lam_B: Tensor
+    rewards: Tensor, values: Tensor, is_action: Tensor, lam_B: Tensor
 ) -> Tensor:
-    """Return A_t of each action, from the last one back; `after_B` is V after a completion's last action."""
+    """Return A_t of each action, from the last one back."""
     advantages = torch.zeros_like(values)
-    next_value_B = after_B
-    sum_B = torch.zeros_like(after_B)
+    next_value_B = torch.zeros_like(lam_B)
+    sum_B = torch.zeros_like(lam_B)
     for step in range(int(is_action.sum(dim=1).max()) - 1, -1, -1):
         acts_B = is_action[:, step]
         value_B = values[:, step]

@@ -43,7 +43,7 @@ LearningRate = o.fraction(
 @o.takes(
     """
     split limit prompts_per_step group_size eval_every num_samples lora dynamic_sampling sandbox
-    keep_journal restarts report_to seed set_ recipe output dry_run resume resume_from accept_changes
+    keep_journal restarts seed set_ recipe output dry_run resume resume_from accept_changes
     json
     """,
     model=FlowModel,
@@ -71,7 +71,6 @@ def flow(context: typer.Context, **options: Any) -> None:
 
 def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str, Any]:
     """Plan the run as JSON values; UserError where it cannot work. Nothing is loaded or made."""
-    from ycore.config.resolve import check_trackers
     from ycore.flow.flow_inputs import flow_model, load_conditions
     from ycore.flow.flow_settings import IMAGES
     from ycore.judge.sources import check_picture_judges, is_judge
@@ -83,7 +82,6 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
 
     model = flow_model(config.model)
     model.check_guidance(config.flow.guidance)
-    check_trackers(config)
     prompts = load_conditions(config, num_classes=model.num_classes)
     columns = [*prompts.columns, IMAGES]
     check_picture_judges(config, prompts.columns)

@@ -211,10 +211,6 @@ OPTIONS: Mapping[str, Any] = {
         "How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
         metavar="NAME|FILE",
     ),
-    "report_to": text(
-        "Trackers that get the run's numbers: wandb, trackio, tensorboard [none].",
-        metavar="NAMES",
-    ),
     "log_every": whole_number(
         "Steps between tables of completions in trackers [10]; see also TRL's --log-completions."
     ),
@@ -273,7 +269,7 @@ KEYS: Mapping[str, str] = {
 _WITHOUT_KEY = {
     "recipe", "set_", "dry_run", "show_rows", "resume", "resume_from", "accept_changes", "json",
     "benchmark", "run",
-    "devices", "judge", "prompt_tokens", "completion_tokens", "top", "report_to",
+    "devices", "judge", "prompt_tokens", "completion_tokens", "top",
 }  # fmt: skip
 
 TRL_FIELDS: Mapping[str, str] = {
@@ -363,8 +359,6 @@ def typed_keys(
     words = context.args if arguments is None else arguments
     if isinstance(entry, Algorithm):
         trl = {name: params.pop(name) for name in TRL_FIELDS if params.get(name) is not None}
-    elif params.get("report_to") is not None:
-        trl = {"report_to": params["report_to"].split(",")}
     keys = config_keys(params)
     declared = [
         name

@@ -67,10 +67,6 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
     assert run([*GIVEN, "--json", "--full", "--learning-rate", "1e-3"]) == 0
     plan = json.loads(capfd.readouterr().out)
     assert plan["config"]["learning_rate"] == 1e-3 and plan["dataset"]["rows"] == 2
-    assert run([*GIVEN, "--json", "--report-to", "none,none"]) == 0
-    assert json.loads(capfd.readouterr().out)["config"]["trl"] == {
-        "report_to": ["none", "none"],
-    }
 
 
 @pytest.mark.parametrize(
@@ -89,9 +85,8 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
         (["--accept-changes"], "is about a run that goes on"),
         (
             ["--set", "trl.beta=0.1"],
-            "ycore flow takes report_to and project of TRL's fields, not beta",
+            "ycore flow takes no trl, and it is {'beta': 0.1}; leave it out",
         ),
-        (["--report-to", "mlflow.x"], "--report-to takes wandb, trackio, tensorboard"),
         (
             ["--reward", "judge:here.yaml"],
             "would be served here, where judges read text only; give it a base_url",

@@ -64,7 +64,7 @@ def test_options_win_over_set_which_wins_over_the_recipe() -> None:
         ({"dtype": "bfloat16"}, "dtype must be 'float32'; it is 'bfloat16'"),
         ({"lora": {"dropout": 0.1}}, "lora.dropout would make"),
         ({"quantize": "4bit"}, "takes no quantize"),
-        ({"trl": {"beta": 0.1}}, "takes report_to and project of TRL's fields, not beta"),
+        ({"trl": {"beta": 0.1}}, "takes no trl, and it is"),
         (
             {"sampling": {"curriculum": True}},
             "ycore flow takes no sampling.curriculum; leave it out",

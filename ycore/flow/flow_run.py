@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -38,9 +38,6 @@ from ycore.run.images import ImageStore
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
-
-if TYPE_CHECKING:
-    from ycore.view.trackers import OwnPage
 
 _NUM_CHECKPOINTS = 2
 _SHEET_CLASSES = 12
@@ -88,7 +85,6 @@ class FlowRun:
             self._judge = picture_scoring(config, config.eval_rewards, self.home)
         self._conditions = conditions(dataset.prompts, config.condition_column)
         self._metrics = MetricsWriter(self.home.metrics)
-        self._page = _tracker_page(config, self.home)
         self._rows: list[dict[str, Any]] = []
         self._step = 0
         self._state = self.controller.state()
@@ -184,8 +180,6 @@ class FlowRun:
 
     def _write(self, row: Mapping[str, Any]) -> None:
         self._metrics.write(row)
-        if self._page is not None:
-            self._page.log(row)
         self._rows.append(dict(row))
 
     def _finish(self) -> None:
@@ -202,8 +196,6 @@ class FlowRun:
         self.learner.policy.save(self.home.model)
         sync_tree(self.home.model)
         sync(self.home.metrics)
-        if self._page is not None:
-            self._page.send()
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint of the last finished step, unless it has one."""
@@ -242,8 +234,6 @@ class FlowRun:
             self.controller.run(self._judge.close())
         self.controller.close()
         self._metrics.close()
-        if self._page is not None:
-            self._page.close()
 
 
 def path_of_rounds(config: FlowConfig, *, shift: float) -> SamplingPath:
@@ -261,12 +251,3 @@ def _with_prefix(weights: Mapping[str, torch.Tensor], prefix: str) -> dict[str, 
         for name, weight in weights.items()
         if name.startswith(prefix)
     }
-
-
-def _tracker_page(config: FlowConfig, home: RunFolder) -> "OwnPage | None":
-    """Return the run's page in the trackers that it names; they need transformers, which nothing else in `flow` does."""
-    if not config.has_trackers:
-        return None
-    from ycore.view.trackers import OwnPage
-
-    return OwnPage(config, home)

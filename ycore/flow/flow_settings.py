@@ -66,9 +66,8 @@ _NOT_TAKEN: Mapping[str, Any] = {
     "quantize": None,
     "accelerate": None,
     "trust_remote_code": False,
+    "trl": {},
 }
-_OF_TRACKERS = ("report_to", "project")
-_TRACKERS = ("wandb", "trackio", "tensorboard", "all", "none")
 
 
 class FlowConfig(ScoredConfig):
@@ -103,17 +102,6 @@ class FlowConfig(ScoredConfig):
             if getattr(self, key) != default:
                 raise ConfigError(
                     f"ycore flow takes no {key}, and it is {getattr(self, key)!r}; leave it out"
-                )
-        for field in self.trl:
-            if field not in _OF_TRACKERS:
-                raise ConfigError(
-                    f"ycore flow takes {' and '.join(_OF_TRACKERS)} of TRL's fields, not {field}; leave it out"
-                )
-        report_to = self.trl.get("report_to", [])
-        for name in [report_to] if isinstance(report_to, str) else report_to:
-            if name not in _TRACKERS:
-                raise ConfigError(
-                    f"--report-to takes {', '.join(_TRACKERS)} in ycore flow; it is {name!r}"
                 )
         if self.lora is not None and self.lora != LoraSettings(
             r=self.lora.r, alpha=self.lora.alpha, target_modules=self.lora.target_modules

@@ -1,9 +1,8 @@
 """Send trackers what they show of a run beside the numbers that transformers' callbacks send them.
 
 At a run's start: its settings, without secrets; during it: completions with their rewards; once its model is saved:
-completions before and after, and where the models are. A run without such callbacks (`ycore flow`) sends its numbers
-too (`OwnPage`), and `ycore eval` figures and completions. wandb and trackio share an interface; tensorboard keeps
-numbers and text.
+completions before and after, and where the models are. `ycore eval` sends figures and completions. wandb and trackio
+share an interface; tensorboard keeps numbers and text.
 """
 
 import importlib
@@ -28,7 +27,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from ycore.config.schema import AnyConfig, BaseConfig
 from ycore.run.files import read_json
-from ycore.run.metrics import EVALUATION, Row, number
+from ycore.run.metrics import EVALUATION
 from ycore.run.paths import TRACKER_GROUP, RunFolder
 from ycore.view.report import content_text
 
@@ -43,7 +42,6 @@ _MAX_TAG = 64  # letters, by wandb's rule
 _COMPLETIONS = "completions"  # TRL's name of its table
 _EVALUATED = "eval/completions"
 _SAMPLES = "ycore/before_and_after"
-_PICTURES = "ycore/pictures"
 _STEP = "train/global_step"  # as transformers names it, and the numbers beside it
 
 
@@ -145,50 +143,6 @@ class TrackerPage(TrainerCallback):
                 if rows:
                     tracker.log({_SAMPLES: _as_table(tracker, rows)})
                 _refer_to_models(tracker, self._folder)
-                tracker.finish()
-
-
-class OwnPage:
-    """The page of a run without a transformers Trainer: `page.log(row); page.send(); page.close()`."""
-
-    def __init__(self, config: BaseConfig, folder: RunFolder) -> None:
-        names = _tracker_names(config)
-        self._folder = folder
-        self._trackers = _modules(names)
-        self._writer: Any = None
-        for tracker in self._trackers:
-            _open(tracker, config, folder)
-        if "tensorboard" in names:
-            self._writer = _new_writer(folder)
-            _add_settings(self._writer, folder)
-
-    def log(self, row: Row) -> None:
-        """Send the numbers of a row of metrics.jsonl, which may be of an evaluation."""
-        step = int(row["step"])
-        numbers = {}
-        for name in row:
-            if name != "step" and (value := number(row, name)) is not None:
-                is_evaluation = name.startswith(EVALUATION)
-                numbers[name.removeprefix("ycore/") if is_evaluation else f"train/{name}"] = (
-                    value
-                )
-        for tracker in self._trackers:
-            tracker.log(numbers | {_STEP: step})
-        if self._writer is not None:
-            _add_numbers(self._writer, numbers, step=step)
-
-    def send(self) -> None:
-        """Send the pictures of a finished run, and its model."""
-        for tracker in self._trackers:
-            with _tolerate_failure(tracker.__name__):
-                tracker.log({_PICTURES: tracker.Image(str(self._folder.pictures))})
-                _refer_to_models(tracker, self._folder)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        for tracker in self._trackers:
-            with _tolerate_failure(tracker.__name__):
                 tracker.finish()
 
 
@@ -380,7 +334,7 @@ def _evaluated_completions(folder: RunFolder) -> Rows:
 
 
 def _new_writer(folder: RunFolder) -> Any:
-    """Open TensorBoard's events of a run without a transformers Trainer."""
+    """Open TensorBoard's events of an evaluation, or of a run that failed."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder.root / "events"))

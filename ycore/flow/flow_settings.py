@@ -14,7 +14,7 @@ from ycore.config.schema import (
     Strict,
     a_fifth,
 )
-from ycore.errors import ConfigError, nearest
+from ycore.errors import ConfigError
 
 IMAGES = "images"
 """The argument in which reward functions get pictures, one a completion, beside the dataset's columns."""
@@ -126,11 +126,11 @@ class FlowConfig(ScoredConfig):
                 raise ConfigError(f"ycore flow takes no sampling.{key}; leave it out")
         for spec in (*self.rewards, *self.eval_rewards):
             if ":" not in spec.reward or spec.reward.startswith(
-                ("rm:", "teacher:", "agrees:", "task:")
+                ("judge:", "rm:", "teacher:", "agrees:", "task:")
             ):
                 raise ConfigError(
-                    "a reward of ycore flow is a function of images, file.py:function or package.module:function, or "
-                    f"judge:FILE.yaml; it is {spec.reward!r}{nearest(spec.reward, [])}"
+                    "a reward of ycore flow is a function of images, file.py:function or package.module:function; it is "
+                    f"{spec.reward!r}"
                 )
             if spec.constraint:
                 raise ConfigError(

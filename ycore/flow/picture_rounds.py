@@ -2,29 +2,22 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from ycore.config.schema import EngineSettings, RewardConfig
-from ycore.engine.judge_engine import RemoteJudge
+from ycore.config.schema import RewardConfig
 from ycore.flow.flow_settings import IMAGES, FlowConfig
 from ycore.flow.sampler import OnePicture, Picture, PictureEngine
-from ycore.judge.question import Questioner
-from ycore.judge.sources import is_judge, judge_of
 from ycore.placement.slots import Slots
-from ycore.rewards.loading import reward_names
 from ycore.round.journal import Journal
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.images import ImageStore
-from ycore.run.metrics import Meter
 from ycore.run.paths import RunFolder
 from ycore.run.trace import TraceWriter
 from ycore.scoring.group_rewards import min_stds
-from ycore.scoring.judge_scorer import JudgeMeter, JudgeScorer
 from ycore.scoring.reward_pool import RuleScorer, reward_pool
-from ycore.scoring.scoring import PendingGroup, Scorer, Scoring
-from ycore.types import Completion, Prompt, Score
+from ycore.scoring.scoring import Scoring
+from ycore.types import Completion, Prompt
 
 
 class PictureScorer(RuleScorer):
@@ -37,44 +30,13 @@ class PictureScorer(RuleScorer):
         return {IMAGES: [str(self.images.path(picture.sha256)) for picture in pictures]}
 
 
-class PictureJudge(JudgeScorer):
-    """A judge that sees: a question shows it the drawn picture, and names it where a completion's text would stand."""
-
-    async def score_one(self, group: PendingGroup, index: int) -> Score:
-        completion = await group.tasks_G[index]
-        prompt = replace(group.draw.prompt, images=(Picture.of(completion.text).image,))
-        draw = replace(group.draw, prompt=prompt)
-        return await super().score_one(replace(group, draw=draw), index)
-
-
 def picture_scoring(
     config: FlowConfig, specs: Sequence[RewardConfig], folder: RunFolder
 ) -> Scoring:
-    """Return the scoring by the run's rewards, or by its held-out judges."""
-    names, judge_meter, images = reward_names(specs), JudgeMeter(), ImageStore(folder.images)
-    rules = [source for source, spec in enumerate(specs) if not is_judge(spec)]
-    scorers: list[tuple[Sequence[int], Scorer]] = []
-    meters: list[Meter] = [judge_meter] if len(rules) < len(specs) else []
-    if rules:
-        pool = reward_pool(config, folder, [specs[source] for source in rules])
-        scorers.append((rules, PictureScorer(pool, images)))
-        meters.append(pool)
-    timeout_s = EngineSettings().request_timeout_s
-    for source, spec in enumerate(specs):
-        if source in rules:
-            continue
-        judge = judge_of(spec)
-        scorer = PictureJudge(
-            names[source],
-            Questioner(judge),
-            [RemoteJudge(names[source], judge, request_timeout_s=timeout_s)],
-            meter=judge_meter,
-            seed=config.seed,
-            text_of=lambda completion: "[picture 1]",
-            images=images,
-        )
-        scorers.append(((source,), scorer))
-    return Scoring(scorers, meters)
+    """Return the scoring by the run's rewards, or by its held-out judges, which are functions too."""
+    pool = reward_pool(config, folder, specs)
+    scorer = PictureScorer(pool, ImageStore(folder.images))
+    return Scoring([(range(len(specs)), scorer)], [pool])
 
 
 def picture_controller(

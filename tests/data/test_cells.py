@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ycore.data.cells import content_of, is_dialogue, to_messages
-from ycore.data.table import Table, TableRow
+from ycore.data.cells import Table, TableRow, content_of, is_dialogue, to_messages
 from ycore.errors import DataError
 
 

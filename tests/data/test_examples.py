@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image as Pillow
 
 from ycore.config.resolve import resolve
+from ycore.data.cells import Table
 from ycore.data.examples import ExampleSet, hold_out, load_examples, num_overlapping, pair_table
-from ycore.data.table import Table
 from ycore.errors import ConfigError, DataError
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}

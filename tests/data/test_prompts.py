@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.config.schema import RewardConfig, RunConfig
+from ycore.data.cells import Table
 from ycore.data.prompts import PromptOrder, PromptSet, load_prompts, to_prompts
-from ycore.data.table import Table
 from ycore.errors import DataError
 from ycore.types import Prompt
 

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image as Pillow
 
 from ycore.config.schema import RunConfig
+from ycore.data.cells import Table
 from ycore.data.prompts import PromptSet, to_prompts
 from ycore.data.source import read_table
-from ycore.data.table import Table
 from ycore.errors import DataError
 from ycore.run.images import ImageStore, png_of
 from ycore.types import IMAGE_MARK, in_blocks

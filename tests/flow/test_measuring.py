@@ -8,7 +8,7 @@ import pytest
 from ycore.errors import DataError
 from ycore.flow.flow_inputs import load_conditions
 from ycore.flow.flow_settings import FlowConfig
-from ycore.flow.measuring import conditions, diversity
+from ycore.flow.picture_rounds import conditions, diversity
 
 
 def test_diversity_is_the_mean_distance_within_a_class() -> None:

@@ -10,8 +10,7 @@ import torch
 from ycore.errors import RunFolderError
 from ycore.flow.flow_inputs import FlowFolder
 from ycore.flow.flow_math import SamplingPath, time_grid
-from ycore.flow.measuring import contact_sheet
-from ycore.flow.picture_rounds import drop_pictures
+from ycore.flow.picture_rounds import contact_sheet, drop_pictures
 from ycore.flow.sampler import FlowPolicy, Picture, PictureEngine, Trajectories
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder

@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from ycore.sandbox import Level, Limits, View, confine
-from ycore.sandbox.confine import landlock_refusal, stage_steps
-from ycore.sandbox.importable import python_paths
+from ycore.sandbox.confine import landlock_refusal, python_paths, stage_steps
 from ycore.sandbox.stage import EXIT_EXCESS, landlock_abi
 
 pytestmark = pytest.mark.skipif(landlock_refusal() is not None, reason=str(landlock_refusal()))

@@ -17,8 +17,7 @@ from ycore.engine.weights import engine_weights
 from ycore.errors import ConfigError, RunError
 from ycore.run.claim import model_fingerprint
 from ycore.run.paths import RunFolder
-from ycore.trl.critic import NAME, VALUES, start_from_reward_model
-from ycore.trl.ppo import Trainer
+from ycore.trl.ppo import NAME, VALUES, Trainer, start_from_reward_model
 from ycore.trl.returns import whitened
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -250,7 +249,7 @@ def test_in_the_warm_up_only_the_critic_moves(
 
 def test_the_critic_draws_no_random_number(model: Path, tmp_path: Path) -> None:
     """Else adding a critic would change everything that is drawn after it."""
-    from ycore.trl.critic import add_critic
+    from ycore.trl.ppo import add_critic
 
     trainer = made(model, tmp_path)
     state = torch.random.get_rng_state()

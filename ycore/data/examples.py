@@ -17,6 +17,7 @@ from typing import Any
 
 from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import TuneConfig
+from ycore.data.cells import Table, TableRow
 from ycore.data.row_images import images_of, with_marks
 from ycore.data.rows import (
     CONVERSATIONS,
@@ -29,7 +30,6 @@ from ycore.data.rows import (
     renamed,
 )
 from ycore.data.source import read_table
-from ycore.data.table import Table, TableRow
 from ycore.errors import ConfigError, DataError
 from ycore.run.images import ImageStore
 from ycore.types import Image, in_blocks

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 from urllib.parse import parse_qsl
 
-from ycore.data.table import Table
+from ycore.data.cells import Table
 from ycore.errors import DataError, nearest
 
 _SPLITS = ("train", "test")

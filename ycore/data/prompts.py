@@ -7,12 +7,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ycore.config.schema import AGREES, RunConfig
-from ycore.data.cells import IMAGE_COLUMNS
+from ycore.data.cells import IMAGE_COLUMNS, Table, TableRow
 from ycore.data.examples import pair_table
 from ycore.data.row_images import images_of, with_marks
 from ycore.data.rows import FORMS, RoleOrders, RowNeeds, RowReader, renamed
 from ycore.data.source import read_table
-from ycore.data.table import Table, TableRow
 from ycore.errors import DataError
 from ycore.run.images import ImageStore
 from ycore.types import NO_PROMPT, Content, Image, Message, Prompt

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ycore.data.cells import IMAGE_BLOCKS, IMAGE_COLUMNS, listed_cell
-from ycore.data.table import TableRow
+from ycore.data.cells import IMAGE_BLOCKS, IMAGE_COLUMNS, TableRow, listed_cell
 from ycore.errors import DataError
 from ycore.models.hub import cache_dir
 from ycore.run.address import AddressFailed, fetch_answer

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from ycore.data.cells import (
     GOLD_KEYS,
     IMAGE_COLUMNS,
+    Table,
+    TableRow,
     check_characters,
     content_of,
     golds_of,
@@ -20,7 +22,6 @@ from ycore.data.cells import (
     parse_literal,
     to_messages,
 )
-from ycore.data.table import Table, TableRow
 from ycore.errors import DataError
 from ycore.types import IMAGE_MARK, Content, Message
 

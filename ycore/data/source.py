@@ -19,8 +19,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from ycore.data.cells import Table
 from ycore.data.generated import gym_table, task_table
-from ycore.data.table import Table
 from ycore.errors import DataError, nearest
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, first_line
 

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ycore.data.cells import Table, TableRow
 from ycore.data.prompts import RESERVED_COLUMNS, PromptSet
 from ycore.data.source import read_table
-from ycore.data.table import Table, TableRow
 from ycore.errors import ConfigError, DataError, ModelError, nearest
 from ycore.flow.flow_settings import IMAGES, FlowConfig
 from ycore.models.folder import read_settings

@@ -20,8 +20,14 @@ from ycore.flow.flow_inputs import FlowFolder, load_conditions
 from ycore.flow.flow_math import SamplingPath, time_grid
 from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.learner import Learner
-from ycore.flow.measuring import conditions, contact_sheet, measure
-from ycore.flow.picture_rounds import drop_pictures, picture_controller, picture_scoring
+from ycore.flow.picture_rounds import (
+    conditions,
+    contact_sheet,
+    drop_pictures,
+    measure,
+    picture_controller,
+    picture_scoring,
+)
 from ycore.flow.sampler import FlowPolicy, OnePicture, PictureEngine, Trajectories
 from ycore.round.journal import Journal
 from ycore.run.checkpoints import (

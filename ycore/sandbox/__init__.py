@@ -4,8 +4,8 @@ A person's functions run in one process for many calls (`confined_worker`). A pr
 process each time (`program_pool`). A `Level` confines them: the namespaces of bubblewrap, or Landlock where no
 namespace can be made. `level` finds out by trying which.
 
-Outside, and trusted: `confine` (how to start a module confined), `namespaces` (bubblewrap's command line), `importable`
-and `user_code` (what it may read), `syscall_filter`, `watch`, `confined_worker`, `program_pool`.
+Outside, and trusted: `confine` (how to start a module confined), `namespaces` (bubblewrap's command line), `user_code`
+(what it may read), `syscall_filter`, `watch`, `confined_worker`, `program_pool`.
 Inside, and trusted, before foreign code is there or
 beside it: `stage`, `program_server`. Inside, with foreign code in the process or at the other end of a socket:
 `remote_calls`, `unit_tests`. What these write is checked outside.

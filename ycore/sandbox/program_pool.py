@@ -28,8 +28,14 @@ from typing import Any, Literal
 from ycore.errors import RunError
 from ycore.run.reports import kill_tree
 from ycore.sandbox import END_S, MIB, Level, Limits, View
-from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, base_variables, stage_steps
-from ycore.sandbox.importable import python_paths, site_packages
+from ycore.sandbox.confine import (
+    FIRST_UID,
+    NUM_UIDS,
+    base_variables,
+    python_paths,
+    site_packages,
+    stage_steps,
+)
 from ycore.sandbox.namespaces import SCRATCH, bwrap_command
 from ycore.sandbox.program_server import MAX_MESSAGE, ProgramKind, ServerSettings
 from ycore.sandbox.user_code import sources_view

@@ -14,7 +14,7 @@ from pathlib import Path
 from ycore.run.paths import RunFolder
 from ycore.sandbox import GIB, Confinement, Limits, View
 from ycore.sandbox.channel import names_file
-from ycore.sandbox.importable import python_paths, source_paths
+from ycore.sandbox.confine import python_paths, source_paths
 from ycore.sandbox.level import choose_level, require_sandbox
 from ycore.sandbox.namespaces import SCRATCH
 

@@ -180,7 +180,6 @@ turns: {{sandbox: {{network: true, read: [notes]}}}}
 rewards:
   - {{reward: "acts.py:length", sandbox: {{read: [words.txt]}}}}
 engine: {{environment: [AWS_SECRET_ACCESS_KEY, "SLURM_*"]}}
-fetch_images: true
 """
     )
     assert run(["grpo", "--recipe", "opens.yaml", "--actions", "calls", "--dry-run"]) == 0
@@ -190,7 +189,6 @@ fetch_images: true
         "tools, environment or agent: network, reads notes",
         f"env_python: runs and reads {sys.executable}",
         "engines get the variables AWS_SECRET_ACCESS_KEY, SLURM_*",
-        "pictures are fetched from the addresses in the rows",
     ):
         assert words in said, words
 

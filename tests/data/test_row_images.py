@@ -1,8 +1,5 @@
 import base64
-import http.server
 import json
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,50 +180,6 @@ def test_worked_examples_come_before_the_picture() -> None:
     table = Table("data", [{"prompt": "?", "image": RED}], ("prompt", "image"))
     (prompt,) = to_prompts(table, config, as_chat=True).prompts
     assert [turn["content"].count(IMAGE_MARK) for turn in prompt.content] == [0, 0, 0, 1]
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[str]]]:
-    """The address of a real server of `red.png` and of a file that is no picture, and the paths that it was asked."""
-    monkeypatch.setenv("YCORE_CACHE", str(tmp_path / "cache"))
-    asked: list[str] = []
-
-    class Files(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            data = {"/red.png": RED, "/page": b"<html>"}.get(self.path)
-            self.send_response(200 if data else 404)
-            self.end_headers()
-            self.wfile.write(data or b"")
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files) as listening:
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{listening.server_port}", asked
-        listening.shutdown()
-
-
-def test_a_picture_at_an_address_is_fetched_once_where_it_is_allowed(
-    server: tuple[str, list[str]],
-) -> None:
-    address, asked = server
-    allowed = CONFIG.model_copy(update={"fetch_images": True})
-    for _ in range(2):
-        rows = [{"prompt": "Which colour?", "image": f"{address}/red.png"}]
-        found = to_prompts(Table("data", rows, ("prompt", "image")), allowed, as_chat=True)
-        assert found.prompts[0].images == (ImageStore(None).put(RED, ""),)
-    assert asked == ["/red.png"], "a resumed run needs no network"
-    assert "say --set fetch_images=true" in refused(prompt="?", image=f"{address}/red.png")
-    for path, problem in (
-        ("none.png", "404"),
-        ("page", "no picture of a known kind"),
-        ("a\0b", "cannot be fetched"),
-    ):
-        rows = [{"prompt": "?", "image": f"{address}/{path}"}]
-        with pytest.raises(DataError, match=problem):
-            to_prompts(Table("data", rows, ("prompt", "image")), allowed, as_chat=True)
 
 
 @pytest.mark.parametrize("as_text", [True, False])

@@ -206,6 +206,4 @@ def _sandbox_lines(config: RunConfig) -> list[str]:
         lines.append(f"env_python: runs and reads {', '.join(python_files(config.env_python))}")
     if config.engine.environment:
         lines.append(f"engines get the variables {', '.join(config.engine.environment)}")
-    if config.fetch_images:
-        lines.append("pictures are fetched from the addresses in the rows")
     return lines

@@ -275,9 +275,6 @@ class BaseConfig(Strict):
     output: str  # the run's folder; it must be new, empty, or the same run's
     split: str = "train"
     limit: Positive | None = None  # rows to take from the dataset; None takes all
-    fetch_images: bool = (
-        False  # pictures that rows name by an http(s) address, once, into the cache
-    )
     trust_remote_code: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = 0
     # What trainer and engine compute in; `auto` is bfloat16 where the machine multiplies it, else float32. Adapters and

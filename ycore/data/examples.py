@@ -328,7 +328,7 @@ def _images_of(
     turns = example.get(question) or ""
     if not reader.may_show(turns):
         return ()
-    images = images_of(row, turns, reader.prompt_column, store, fetch=config.fetch_images)
+    images = images_of(row, turns, reader.prompt_column, store)
     if not images:
         return ()
     if config.algorithm not in SIGHTED:

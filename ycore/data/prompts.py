@@ -130,7 +130,6 @@ def to_prompts(
         system_prompt=config.system_prompt,
         few_shot=before,
         store=store or ImageStore(None),
-        fetch=config.fetch_images,
     )
     prompts.check()
     reading = reader.summary()  # before any row is read again, and its notes are counted twice
@@ -150,7 +149,6 @@ class PromptRows(Sequence[Prompt]):
     """The prompts of a table, each made when it is read; DataError with the row where it cannot be a prompt.
 
     Args:
-        fetch: Whether pictures at an `http(s)://` address are fetched.
 
     Attributes:
         passed: The table's columns, by the names under which rewards get them.
@@ -165,7 +163,6 @@ class PromptRows(Sequence[Prompt]):
         system_prompt: str | None,
         few_shot: Sequence[Message] = (),
         store: ImageStore,
-        fetch: bool,
     ) -> None:
         self.with_images: dict[int, tuple[Image, ...]] = {}
         self.samples: list[int] = []
@@ -173,7 +170,6 @@ class PromptRows(Sequence[Prompt]):
         self._table = reader.table
         self._column = reader.prompt_column
         self._store = store
-        self._fetch = fetch
         self._system = (
             [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         )
@@ -242,7 +238,7 @@ class PromptRows(Sequence[Prompt]):
         images: tuple[Image, ...] = ()
         if self._reader.may_show(content):
             images = self.with_images.get(row.number) or images_of(
-                row, content, self._column, self._store, fetch=self._fetch
+                row, content, self._column, self._store
             )
             content = with_marks(content, images, row.place)
         if images:

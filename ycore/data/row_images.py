@@ -2,22 +2,17 @@
 
 import base64
 import binascii
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ycore.data.cells import IMAGE_BLOCKS, IMAGE_COLUMNS, TableRow, listed_cell
 from ycore.errors import DataError
-from ycore.models.hub import cache_dir
-from ycore.run.address import AddressFailed, fetch_answer
-from ycore.run.files import write_bytes_atomic
 from ycore.run.images import MAX_BYTES, ImageStore, png_of
 from ycore.types import IMAGE_MARK, Content, Image, Message
 
 _HUB_MARK = "<image>"  # in a text, by LLaVA's datasets and others after it
 _KEYS = ("image", "path", "url", "image_url", "base64", "bytes")
-_FETCH_S = 30.0
 
 
 def images_of(
@@ -25,14 +20,11 @@ def images_of(
     content: Content,
     column: str | None,
     store: ImageStore,
-    *,
-    fetch: bool,
 ) -> tuple[Image, ...]:
     """Put the pictures of a row into the store; DataError with the row where a picture is missing or damaged.
 
     Args:
         content: What `cells.content_of` reads in `column`.
-        fetch: Whether pictures at an `http(s)://` address are fetched.
     """
     values = [value for name in IMAGE_COLUMNS for value in _listed(row.values.get(name), row)]
     turns = listed_cell(row, column) if column else None
@@ -47,9 +39,7 @@ def images_of(
                 f"{places} places for an image and no image in {row.place}; add it, or remove the row"
             )
     folder = row.table.folder
-    return tuple(
-        store.put(_bytes_of(value, folder, row.place, fetch), row.place) for value in values
-    )
+    return tuple(store.put(_bytes_of(value, folder, row.place), row.place) for value in values)
 
 
 def with_marks(content: Content, images: Sequence[Image], place: str) -> Content:
@@ -117,15 +107,14 @@ def _has_blocks(turns: Any) -> bool:
     )
 
 
-def _bytes_of(value: Any, folder: Path | None, place: str, fetch: bool) -> bytes:
+def _bytes_of(value: Any, folder: Path | None, place: str) -> bytes:
     """Read a picture: bytes, a path beside the dataset, a `data:` URL, datasets' `{bytes, path}`, or an image of PIL."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path") or value.get("url")
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):
-        is_fetched = fetch and value.startswith(("http://", "https://"))
-        return _fetched(value, place) if is_fetched else _read(value, folder, place)
+        return _read(value, folder, place)
     if hasattr(value, "save") and hasattr(value, "mode"):
         return png_of(value)
     raise DataError(
@@ -143,8 +132,7 @@ def _read(name: str, folder: Path | None, place: str) -> bytes:
             ) from None
     if "://" in name:
         raise DataError(
-            f"the image of {place} is at {name:.80}, and URLs are not fetched; "
-            "give a file, or say --set fetch_images=true"
+            f"the image of {place} is at {name:.80}, and URLs are not fetched; give a file"
         )
     if folder is None:
         raise DataError(
@@ -159,27 +147,3 @@ def _read(name: str, folder: Path | None, place: str) -> bytes:
         raise DataError(
             f"the image of {place} cannot be read: {path} ({reason}); correct the path"
         ) from None
-
-
-def _fetched(url: str, place: str) -> bytes:
-    """Fetch a picture once: other processes and a resumed run read the cache."""
-    cached = cache_dir() / "images" / hashlib.sha256(url.encode()).hexdigest()
-    if cached.is_file():
-        return cached.read_bytes()
-    try:
-        answer = fetch_answer(
-            url, follow_redirects=True, timeout_s=_FETCH_S, max_bytes=MAX_BYTES
-        )
-    except AddressFailed as problem:
-        reason = f"{problem!s:.120}"
-        raise DataError(
-            f"the image of {place} cannot be fetched from {url:.80} ({reason}); correct the row"
-        ) from None
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomic(cached, answer.data)
-    except OSError as problem:
-        raise DataError(
-            f"cannot write the cache of images: {problem}; set YCORE_CACHE to a folder with room"
-        ) from None
-    return answer.data

@@ -1,4 +1,4 @@
-"""The one client of addresses that are not ours: judges, teachers, pictures of rows.
+"""The one client of addresses that are not ours: judges and teachers.
 
 Whatever such an address sends, an answer is bounded in unpacked bytes, and in seconds from the first byte sent to the
 last received.
@@ -46,7 +46,6 @@ class Address:
         base_url: str = "",
         *,
         headers: Mapping[str, str] | None = None,
-        follow_redirects: bool = False,
         transport: "httpx.AsyncBaseTransport | None" = None,
     ) -> None:
         from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -58,7 +57,6 @@ class Address:
             headers={"Accept-Encoding": "gzip", **(headers or {})},
             timeout=httpx.Timeout(None, connect=_CONNECT_S),  # the caller has the deadline
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
-            follow_redirects=follow_redirects,
             transport=transport,
         )
 
@@ -100,14 +98,13 @@ def fetch_answer(
     body: Mapping[str, Any] | None = None,
     *,
     headers: Mapping[str, str] | None = None,
-    follow_redirects: bool = False,
     timeout_s: float,
     max_bytes: int,
 ) -> AddressAnswer:
     """Return the answer of a URL, for code outside of an event loop or inside; AddressFailed unless its status is 200."""
 
     async def work() -> AddressAnswer:
-        address = Address(headers=headers, follow_redirects=follow_redirects)
+        address = Address(headers=headers)
         try:
             async with asyncio.timeout(timeout_s):
                 return await address.ask(url, body, max_bytes=max_bytes)

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +263,7 @@ def api_page() -> str:
     meanings: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, function in functions.items():
         head, _, arguments = (inspect.getdoc(function) or "").partition("\nArgs:\n")
-        text += f"| `{name}{own_parameters(function)}` | {' '.join(head.split())} |\n"
+        text += f"| `{name}{plain_signature(function)}` | {' '.join(head.split())} |\n"
         arguments = arguments.partition("\nRaises:")[0]
         for item in re.split(r"^    (?=\w[\w, ]*: )", arguments, flags=re.MULTILINE)[1:]:
             argument, _, meaning = " ".join(item.split()).partition(": ")
@@ -294,25 +294,16 @@ def described_class(name: str, thing: type) -> str:
     return text + ("\n" + "".join(lines) if lines else "")
 
 
-def own_parameters(function: Any) -> str:
-    """Return the parameters that are in the function's own source, not the keys that its signature adds."""
-    code = function.__code__
-    own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return plain_signature(function, own)
-
-
 def first_line(thing: Any) -> str:
     """Return the first sentence of a docstring."""
     return (inspect.getdoc(thing) or "").partition("\n\n")[0].replace("\n", " ")
 
 
-def plain_signature(function: Any, only: Collection[str] = ()) -> str:
+def plain_signature(function: Any) -> str:
     """Return the parameters with their defaults, without types."""
     names = []
     for name, parameter in inspect.signature(function).parameters.items():
-        if name == "self" or (
-            only and name not in only and parameter.kind != parameter.VAR_KEYWORD
-        ):
+        if name == "self":
             continue
         mark = {parameter.VAR_KEYWORD: "**", parameter.VAR_POSITIONAL: "*"}.get(
             parameter.kind, ""

@@ -1,8 +1,6 @@
 """Three lines of Python: the same checks, processes and folder as the command."""
 
-import inspect
 import json
-import pydoc
 import subprocess
 import sys
 import warnings
@@ -292,17 +290,3 @@ def test_a_key_of_another_trainer_is_answered_like_its_option(key: str, way_out:
 def test_a_strange_key_is_answered_in_a_short_line() -> None:
     with pytest.raises(ConfigError, match=r"^no key zzzz; `ycore docs options` lists them$"):
         ycore.grpo(model="m", dataset="d", reward="length", zzzz=2)
-
-
-@pytest.mark.parametrize(
-    "function", [ycore.grpo, ycore.ppo, ycore.distill, ycore.sft, ycore.dpo]
-)
-def test_help_lists_the_settings_with_their_defaults(function: Any) -> None:
-    signature = inspect.signature(function)
-    listed = {name: key.default for name, key in signature.parameters.items()}
-    assert {"steps", "seed", "output", "learning_rate", "lora", "settings"} <= set(listed)
-    assert listed["seed"] == 0 and listed["lora"] == {}
-    assert 0 < listed["learning_rate"] < 1e-2
-    if function is ycore.grpo:
-        assert (listed["group_size"], listed["max_tokens"]) == (8, 256)
-    assert "seed=0" in pydoc.render_doc(function)

@@ -6,18 +6,13 @@
 Keyword arguments are the keys of a run (docs/options.md), and fields of TRL's config by their own names.
 """
 
-import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
 from ycore.api.evaluations import evaluation_plan, run_evaluations
 from ycore.api.run_settings import (
-    MAIN_FIELDS,
     Reward,
     Rows,
     outside_event_loop,
@@ -255,40 +250,3 @@ def _train(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> Run:
     tell_warnings(plan, depth=4)
     run_training(config, plan, resume=resume, how=AS_IT_WAS)
     return Run(config.output)
-
-
-def _show_keys(function: Callable[..., Run], algorithm: str) -> None:
-    """Let `help` and a notebook's Tab list the settings with their defaults; `{}` stands for a mapping's own."""
-    row = find_algorithm(algorithm)
-    signature = inspect.signature(function)
-    *named, settings = signature.parameters.values()
-    trl_defaults = row.trl_defaults | {"learning_rate": row.lora_learning_rate}
-    shown = ("temperature",) if algorithm == "eval" else ("learning_rate", *MAIN_FIELDS)
-    defaults = {name: trl_defaults[name] for name in shown if name in trl_defaults}
-    defaults |= {
-        name: _plain_default(field)
-        for name, field in row.config.model_fields.items()
-        if name not in ("algorithm", "model", "dataset", "rewards", "trl")
-    }
-    keys = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default in defaults.items()
-        if name not in signature.parameters
-    ]
-    signature = signature.replace(parameters=[*named, *keys, settings])
-    function.__signature__ = signature  # type: ignore[attr-defined]
-
-
-def _plain_default(field: FieldInfo) -> Any:
-    if field.is_required():  # ycore fills it in
-        return None
-    default = field.get_default(call_default_factory=True, validated_data={})
-    return {} if isinstance(default, BaseModel) else default
-
-
-_BY_ALGORITHM: Mapping[str, Callable[..., Run]] = {
-    "grpo": grpo, "ppo": ppo, "distill": distill, "online-dpo": online_dpo, "eval": evaluate, "sft": sft,
-    "dpo": dpo, "kto": kto, "reward": reward_model,
-}  # fmt: skip
-for _algorithm, _function in _BY_ALGORITHM.items():
-    _show_keys(_function, _algorithm)

@@ -148,8 +148,6 @@ def to_prompts(
 class PromptRows(Sequence[Prompt]):
     """The prompts of a table, each made when it is read; DataError with the row where it cannot be a prompt.
 
-    Args:
-
     Attributes:
         passed: The table's columns, by the names under which rewards get them.
         with_images: The pictures of each row read so far that has any.

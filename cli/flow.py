@@ -34,14 +34,12 @@ Method = o.text(
     "How it learns: nft (DiffusionNFT) or grpo (Flow-GRPO); see docs/pictures.md.",
     metavar="NAME",
 )
-LearningRate = o.fraction(
-    "Learning rate; 3e-4 with LoRA, 1e-5 for every weight if not given; e.g. 1e-4."
-)
+LearningRate = o.fraction("Learning rate [1e-05].")
 
 
 @o.takes(
     """
-    split limit prompts_per_step group_size eval_every num_samples lora dynamic_sampling sandbox
+    split limit prompts_per_step group_size eval_every num_samples dynamic_sampling sandbox
     keep_journal restarts seed set_ recipe output dry_run resume resume_from accept_changes
     json
     """,
@@ -79,7 +77,6 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     from ycore.sandbox.level import choose_level
 
     model = flow_model(config.model)
-    model.check_guidance(config.flow.guidance)
     prompts = load_conditions(config, num_classes=model.num_classes)
     columns = [*prompts.columns, IMAGES]
     for reward in (*config.rewards, *config.eval_rewards):
@@ -114,28 +111,26 @@ def flow_plan_rows(
 ) -> list[tuple[str, str]]:
     """The plan as a person reads it, a name and a text each."""
     flow = config.flow
-    weights = "every weight" if config.lora is None else f"LoRA r={config.lora.r}"
     noise = ""
     if flow.rule == "sde":
         noise = f" with noise {flow.noise:g} in {flow.window or flow.steps - 1} of them"
     distance = f", {flow.kl:g} times the distance to the first model" if flow.kl else ""
-    guidance = "without guidance" if flow.guidance == 1 else f"guidance {flow.guidance:g}"
     rewards = [f"{spec.reward} (weight {spec.weight:g})" for spec in config.rewards]
     judges = [spec.reward for spec in config.eval_rewards]
     judges = judges or ["the rewards alone (--eval-reward names a judge)"]
     num_rows, column = plan["dataset"]["rows"], config.condition_column
     pictures = f"{config.prompts_per_step} conditions x {config.group_size} pictures a step"
-    rate = f"learning rate {config.rate:g}"
+    rate = f"learning rate {config.learning_rate:g}"
     measured = f"{config.num_samples} pictures of each class, every {config.every} steps"
     return [
         ("model", f"{config.model}: {plan['model']['network']}"),
         ("dataset", f"{config.dataset}: {num_rows} rows, the class in {column}"),
         ("rewards", ", ".join(rewards)),
         ("sandbox", plan["sandbox"]),
-        ("method", f"{flow.method}{distance}, {guidance}"),
+        ("method", f"{flow.method}{distance}"),
         ("sampler", f"{flow.rule}, {flow.steps} steps{noise}, in the trainer's process"),
         ("batch", f"{pictures}, {flow.updates} updates"),
-        ("run", f"{config.steps} steps of {weights}, float32, {rate}, seed {config.seed}"),
+        ("run", f"{config.steps} steps of every weight, float32, {rate}, seed {config.seed}"),
         ("held out", f"{', '.join(judges)}, {measured}"),
         ("output", config.output + (", going on from its last checkpoint" if resume else "")),
     ]

@@ -53,8 +53,10 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
     )
     out = capfd.readouterr().out
     assert "DiTTransformer2DModel" in out and "sde, 10 steps with noise 0.7 in 2 of them" in out
-    assert "LoRA r=16, float32, learning rate 0.0003" in out and not (folder / "runs").exists()
-    assert run([*GIVEN, "--json", "--full", "--learning-rate", "1e-3"]) == 0
+    assert (
+        "every weight, float32, learning rate 1e-05" in out and not (folder / "runs").exists()
+    )
+    assert run([*GIVEN, "--json", "--learning-rate", "1e-3"]) == 0
     plan = json.loads(capfd.readouterr().out)
     assert plan["config"]["learning_rate"] == 1e-3 and plan["dataset"]["rows"] == 2
 
@@ -71,7 +73,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
         (["--learning-rate", "fast"], "must be a number; it is 'fast'"),
         (["--steps", "few"], "must be a whole number"),
         (["--recipe", "quickstart"], "is for `ycore grpo`, not flow"),
-        (["--set", "flow.guidance=x"], "flow.guidance must be a number"),
+        (["--set", "flow.kl=x"], "flow.kl must be a number"),
         (["--accept-changes"], "is about a run that goes on"),
         (
             ["--set", "trl.beta=0.1"],

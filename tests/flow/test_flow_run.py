@@ -44,7 +44,7 @@ def start(root: Path, model: Path, **keys: Any) -> FlowRun:
     reward.write_text(REWARD)
     settings: dict[str, Any] = {
         "model": str(model), "dataset": "classes", "output": str(root), "rewards": [f"{reward}:bright"], "steps": 4,
-        "prompts_per_step": 2, "group_size": 4, "num_samples": 2, "eval_every": 2, "lora": None, "learning_rate": 1e-2,
+        "prompts_per_step": 2, "group_size": 4, "num_samples": 2, "eval_every": 2, "learning_rate": 1e-2,
         "checkpoint_every": 2, "sandbox": {"level": "none"}, "reward_workers": {"workers": 1},
     }  # fmt: skip
     config = resolve_any(recipe=settings | keys, options={"algorithm": "flow"})

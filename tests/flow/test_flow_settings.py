@@ -62,7 +62,6 @@ def test_options_win_over_set_which_wins_over_the_recipe() -> None:
         ({"rewards": [{"reward": "r.py:f", "constraint": True}]}, "has no constraints"),
         ({"processes": 2}, "processes must be 1; it is 2"),
         ({"dtype": "bfloat16"}, "dtype must be 'float32'; it is 'bfloat16'"),
-        ({"lora": {"dropout": 0.1}}, "lora.dropout would make"),
         ({"quantize": "4bit"}, "takes no quantize"),
         ({"trl": {"beta": 0.1}}, "takes no trl, and it is"),
         (

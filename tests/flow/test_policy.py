@@ -1,4 +1,4 @@
-"""The policy: folders that it takes and refuses, adapters, guidance, and densities that its batches do not change."""
+"""The policy: folders that it takes and refuses, and densities that its batches do not change."""
 
 import json
 import shutil
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ycore.config.schema import LoraSettings
 from ycore.errors import ConfigError, ModelError
 from ycore.flow.flow_inputs import FlowFolder, flow_model
 from ycore.flow.flow_math import SamplingPath, draw, grpo_loss, sde_step, time_grid
@@ -20,64 +19,32 @@ def asked(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, torch.rand(number, generator=generator), torch.arange(number) % 3
 
 
-def test_a_policy_with_new_adapters_is_the_model_and_keeps_it_as_its_reference(
-    tiny_model: Path,
-) -> None:
-    folder = FlowFolder(tiny_model)
-    plain, adapted = (
-        FlowPolicy(folder, lora=None),
-        FlowPolicy(folder, lora=LoraSettings(r=2, alpha=4)),
-    )
+def test_a_policy_keeps_the_first_weights_as_its_reference(tiny_model: Path) -> None:
+    policy = FlowPolicy(FlowFolder(tiny_model))
     with torch.no_grad():
-        before = plain.velocity(*asked(6))
-        assert torch.equal(adapted.velocity(*asked(6)), before)
-        assert (
-            0
-            < sum(map(torch.numel, adapted.trained.values()))
-            < sum(map(torch.numel, plain.trained.values()))
-        )
-        for policy in (plain, adapted):
-            for weight in policy.trained.values():
-                weight.add_(0.05)
-            assert not torch.allclose(policy.velocity(*asked(6)), before)
-            assert torch.equal(policy.velocity(*asked(6), policy.reference), before)
+        before = policy.velocity(*asked(6))
+        for weight in policy.trained.values():
+            weight.add_(0.05)
+        assert not torch.allclose(policy.velocity(*asked(6)), before)
+        assert torch.equal(policy.velocity(*asked(6), policy.reference), before)
 
 
-@pytest.mark.parametrize("lora", [None, LoraSettings(r=2, alpha=4)])
 def test_a_saved_policy_is_a_whole_model_that_draws_the_same(
-    tiny_model: Path, tmp_path: Path, lora: LoraSettings | None
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    policy = FlowPolicy(FlowFolder(tiny_model), lora=lora)
+    policy = FlowPolicy(FlowFolder(tiny_model))
     with torch.no_grad():
         for weight in policy.trained.values():
             weight.add_(0.05)
         policy.save(tmp_path)
-        again = FlowPolicy(FlowFolder(tmp_path), lora=None)
+        again = FlowPolicy(FlowFolder(tmp_path))
         assert torch.allclose(again.velocity(*asked(6)), policy.velocity(*asked(6)), atol=1e-6)
-
-
-def test_guidance_moves_away_from_no_class(tiny_model: Path) -> None:
-    folder = FlowFolder(tiny_model)
-    x, times, classes = asked(6)
-    with torch.no_grad():
-        plain, guided = (
-            FlowPolicy(folder, lora=None),
-            FlowPolicy(folder, lora=None, guidance=3.0),
-        )
-        v, without = (
-            plain.velocity(x, times, classes),
-            plain.velocity(x, times, torch.full_like(classes, 3)),
-        )
-        assert torch.allclose(
-            guided.velocity(x, times, classes), without + 3 * (v - without), atol=1e-5
-        )
-        assert not torch.allclose(v, without)
 
 
 def test_the_ratio_of_the_first_pass_is_one_in_other_batches_and_not_with_half_the_digits(
     tiny_model: Path,
 ) -> None:
-    policy = FlowPolicy(FlowFolder(tiny_model), lora=None)
+    policy = FlowPolicy(FlowFolder(tiny_model))
     path = SamplingPath(time_grid(6), "sde", 0.7, length=2)
     classes, times = torch.arange(24) % 3, torch.tensor(path.times)
     with torch.no_grad():
@@ -147,7 +114,7 @@ def test_what_is_not_installed_is_named_with_the_extra(monkeypatch: pytest.Monke
         flow_model("tiny")
 
 
-def test_a_network_without_a_class_for_none_takes_no_guidance(tmp_path: Path) -> None:
+def test_a_network_of_convolutions_is_a_policy_too(tmp_path: Path) -> None:
     import diffusers
 
     network = diffusers.UNet2DModel(
@@ -157,7 +124,4 @@ def test_a_network_without_a_class_for_none_takes_no_guidance(tmp_path: Path) ->
     network.save_pretrained(tmp_path / "unet")
     diffusers.FlowMatchEulerDiscreteScheduler().save_pretrained(tmp_path / "scheduler")
     folder = FlowFolder(tmp_path)
-    assert FlowPolicy(folder, lora=None).velocity(*asked(4)).shape == (4, 1, 4, 4)
-    assert folder.no_class is None
-    with pytest.raises(ConfigError, match=r"needs a class for none, .* it is 2; leave it out"):
-        FlowPolicy(folder, lora=None, guidance=2.0)
+    assert FlowPolicy(folder).velocity(*asked(4)).shape == (4, 1, 4, 4)

@@ -19,7 +19,7 @@ from ycore.run.paths import RunFolder
 def engine_in(root: Path, model: Path, *, batch: int = 4) -> PictureEngine:
     path = SamplingPath(time_grid(4), "sde", 0.7, length=2)
     return PictureEngine(
-        FlowPolicy(FlowFolder(model), lora=None),
+        FlowPolicy(FlowFolder(model)),
         path,
         SamplingPath(time_grid(5)),
         RunFolder(root),
@@ -111,6 +111,6 @@ def test_only_what_journal_and_checkpoints_name_is_kept(
 def test_the_sheet_shows_both_models_from_the_same_noise(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    policy = FlowPolicy(FlowFolder(tiny_model), lora=None)
+    policy = FlowPolicy(FlowFolder(tiny_model))
     contact_sheet(policy, SamplingPath(time_grid(3)), [0, 2], tmp_path / "pictures.png")
     assert (tmp_path / "pictures.png").read_bytes()[:4] == b"\x89PNG"

@@ -75,19 +75,6 @@ class FlowFolder:
                 f"{root} draws {channels} channels, so a latent; ycore flow decodes none: 1 or 3 are taken"
             )
 
-    @property
-    def no_class(self) -> int | None:
-        """The class that stands for none, which guidance compares with."""
-        return self.num_classes if self.network == "DiTTransformer2DModel" else None
-
-    def check_guidance(self, guidance: float) -> None:
-        """Raise ConfigError where guidance would need a class for none, and the network has none."""
-        if guidance != 1 and self.no_class is None:
-            raise ConfigError(
-                f"flow.guidance needs a class for none, which a {self.network} has not, and it is {guidance:g}; "
-                "leave it out"
-            )
-
     def load(self) -> Any:
         """Return the network in float32."""
         import diffusers

@@ -61,13 +61,7 @@ class FlowRun:
         check_contents(self.home, contents_of(dataset.identity, model, config.code_files))
         for place in (self.home.images, self.home.trajectories):
             make_folder(place)
-        policy = FlowPolicy(
-            folder,
-            lora=config.lora,
-            guidance=config.flow.guidance,
-            seed=config.seed,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-        )
+        policy = FlowPolicy(folder, device="cuda" if torch.cuda.is_available() else "cpu")
         shift = config.flow.shift or folder.shift
         path = path_of_rounds(config, shift=shift)
         self._plain = SamplingPath(time_grid(config.flow.eval_steps, shift=shift))

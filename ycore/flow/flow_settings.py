@@ -7,7 +7,6 @@ from pydantic import Field
 
 from ycore.config.schema import (
     Count,
-    LoraSettings,
     Positive,
     SamplingSettings,
     ScoredConfig,
@@ -38,9 +37,6 @@ class FlowSettings(Strict):
     noise: Annotated[float, Field(ge=0)] = 0.7  # a of `sde`
     # Of grpo: steps with noise, which are those that learn (MixGRPO, arXiv 2507.21802). None is all but the last.
     window: Positive | None = None
-    guidance: Annotated[float, Field(ge=0)] = (
-        1.0  # classifier-free, in rounds and in measuring alike; 1 is without
-    )
     # Distance to the model that the run began with, as a part of the loss: the mean of (v - v_ref)^2 with nft, the
     # exact KL of a step with grpo.
     kl: Annotated[float, Field(ge=0)] = 0.0
@@ -76,19 +72,14 @@ class FlowConfig(ScoredConfig):
     algorithm: Literal["flow"] = "flow"
     dtype: Literal["float32"] = "float32"  # densities of trajectories need it
     processes: Literal[1] = 1
+    lora: None = None  # every weight is trained
     num_samples: Positive = 16  # pictures of each condition that are measured
     condition_column: str = "label"  # the column with the class that is asked for
     steps: Positive = 20
     group_size: Annotated[Count, Field(ge=2)] = 16
-    learning_rate: Annotated[float, Field(gt=0)] | None = (
-        None  # None is 3e-4 with LoRA, and 1e-5 for every weight
-    )
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     flow: FlowSettings = FlowSettings()
-
-    @property
-    def rate(self) -> float:
-        return self.learning_rate or (1e-5 if self.lora is None else 3e-4)
 
     @property
     def every(self) -> int:
@@ -103,12 +94,6 @@ class FlowConfig(ScoredConfig):
                 raise ConfigError(
                     f"ycore flow takes no {key}, and it is {getattr(self, key)!r}; leave it out"
                 )
-        if self.lora is not None and self.lora != LoraSettings(
-            r=self.lora.r, alpha=self.lora.alpha, target_modules=self.lora.target_modules
-        ):
-            raise ConfigError(
-                "lora.dropout would make sampler and trainer disagree; leave it at 0"
-            )
         if flow.method == "grpo" and (flow.noise == 0 or flow.rule != "sde"):
             problem = f"flow.sampler is {flow.sampler}" if flow.noise else "flow.noise is 0"
             raise ConfigError(

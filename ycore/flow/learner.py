@@ -63,7 +63,7 @@ class Learner:
         self.old = policy.copy()
         """The weights that draw, with nft."""
         self.optimizer = torch.optim.AdamW(
-            policy.trained.values(), lr=config.rate, weight_decay=0.0
+            policy.trained.values(), lr=config.learning_rate, weight_decay=0.0
         )
 
     @property
@@ -82,7 +82,7 @@ class Learner:
         num_teaching = sum(can_teach(group, weights, min_stds_R=stds_R) for group in groups)
         metrics = {
             "frac_reward_zero_std": 1 - num_teaching / len(groups),
-            "learning_rate": config.rate,
+            "learning_rate": config.learning_rate,
         }
         if known := [reward for group in rewards for reward in group if reward is not None]:
             metrics |= {"reward": fmean(known), "reward_std": pstdev(known)}

@@ -211,6 +211,10 @@ OPTIONS: Mapping[str, Any] = {
         "How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
         metavar="NAME|FILE",
     ),
+    "hosts": text(
+        "Start it from here on these machines, by ssh; e.g. a,b; see docs/several-machines.md.",
+        metavar="NAMES",
+    ),
     "log_every": whole_number(
         "Steps between tables of completions in trackers [10]; see also TRL's --log-completions."
     ),
@@ -258,6 +262,7 @@ ResumeFrom = OPTIONS["resume_from"]
 AcceptChanges = OPTIONS["accept_changes"]
 Steps = whole_number("Optimizer steps in all, for a run that is to be longer; e.g. 200.")
 Processes = OPTIONS["processes"]
+Hosts = OPTIONS["hosts"]
 
 KEYS: Mapping[str, str] = {
     "reward": "rewards", "eval_reward": "eval_rewards", "actions": "turns.actions", "engine": "engine.kind",
@@ -268,7 +273,7 @@ KEYS: Mapping[str, str] = {
 
 _WITHOUT_KEY = {
     "recipe", "set_", "dry_run", "show_rows", "resume", "resume_from", "accept_changes", "json",
-    "benchmark", "run",
+    "benchmark", "run", "hosts",
     "devices", "judge", "prompt_tokens", "completion_tokens", "top",
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Commands that train: one for each row of the table of algorithms, `ycore resume`, and `ycore pipeline`."""
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +37,7 @@ _EXAMPLES = """
     batch_size epochs
 """
 _TRAINING = """
-    steps lora quantize merge processes accelerate deterministic trust_remote_code seed set_ recipe output
+    steps lora quantize merge processes accelerate hosts deterministic trust_remote_code seed set_ recipe output
     dry_run show_rows resume resume_from accept_changes json
 """
 
@@ -62,6 +63,7 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
 
 def train_as_typed(context: typer.Context, algorithm: str, options: Mapping[str, Any]) -> None:
     """Train with the options of a command."""
+    _go_to(options.get("hosts"))
     resume = options["resume"] or options["resume_from"] is not None
     train(
         o.resolve_config(context, algorithm=algorithm, resume=resume),
@@ -74,6 +76,19 @@ def train_as_typed(context: typer.Context, algorithm: str, options: Mapping[str,
     )
 
 
+def _go_to(hosts: str | None) -> None:
+    """Run the command on these hosts, where there are any, and not here."""
+    if hosts is None:
+        return
+    from ycore_cli.hosts import run_on_hosts
+
+    words = [word for word in sys.argv[1:] if not word.startswith("--hosts=")]
+    if "--hosts" in words:
+        place = words.index("--hosts")
+        del words[place : place + 2]
+    sys.exit(run_on_hosts(hosts.split(","), words))
+
+
 def resume(
     context: typer.Context,
     run: Annotated[
@@ -84,6 +99,7 @@ def resume(
     accept_changes: o.AcceptChanges = False,
     steps: o.Steps = None,
     processes: o.Processes = None,
+    hosts: o.Hosts = None,
     set_: o.Set = None,
     dry_run: o.DryRun = False,
     json: o.Json = False,
@@ -99,6 +115,7 @@ def resume(
     ycore resume runs/first --processes 1
     ycore resume runs/first --resume-from 40 --learning-rate 1e-6 --accept-changes
     """
+    _go_to(hosts)
     from ycore.api.run_settings import complete_config
     from ycore.api.running import can_go_on
     from ycore.config.resolve import resolve_any

@@ -43,8 +43,14 @@ def main() -> None:
     end_while_importing()
     if (begun := options.pop("begun", None)) is not None:
         Path(begun).touch()
-    trainer = options.pop("trainer", None)
     sys.argv = ["ycore", *sys.argv[2:]]
+    put_in_place(options)
+    ycore_cli.start()
+
+
+def put_in_place(options: dict[str, str]) -> None:
+    """Exchange the engine's command of this process, and the trainer where the options name one."""
+    trainer = options.pop("trainer", None)
     from ycore.engine import commands as rollout
 
     # Whoever imports the function after this line gets ours.
@@ -56,7 +62,6 @@ def main() -> None:
         from ycore.launch import launcher
 
         launcher.TRAINER = replace(launcher.TRAINER, module=trainer)
-    ycore_cli.start()
 
 
 if __name__ == "__main__":

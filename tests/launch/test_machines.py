@@ -1,5 +1,6 @@
 """Machines of a run, as threads of this process on loopback: they meet, agree, and learn of each other's ends."""
 
+import json
 import os
 import socket
 import threading
@@ -13,7 +14,7 @@ import pytest
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, Interrupted, RunError
 from ycore.launch import machines as module
-from ycore.launch.layout import Layout
+from ycore.launch.layout import MEETING_SECRET, Layout
 from ycore.launch.machines import Machines, meeting
 from ycore.run.claim import run_facts
 
@@ -238,7 +239,7 @@ def test_two_machines_of_one_rank(pool: ThreadPoolExecutor, port: int) -> None:
     met = Meeting(pool, port, 2)
     # The door is closed by now; a third that came in time:
     with pytest.raises(ValueError, match="machine_rank 1 of 2 is taken"):
-        met.machines[0]._admit(socket.socket(), 1)
+        met.machines[0]._admit(socket.socket(), 1, "")
     met.close()
 
 
@@ -258,10 +259,31 @@ def test_a_stranger_at_the_door_does_no_harm(pool: ThreadPoolExecutor, port: int
     assert first.result() == second.result() == [0, 1]
 
 
-def _knocks(port: int) -> bool:
+def test_who_does_not_know_the_secret_can_end_nothing(
+    pool: ThreadPoolExecutor, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def come(rank: int, secret: str) -> Future[list[int]]:
+        monkeypatch.setenv(MEETING_SECRET, secret)
+        machine = pool.submit(_stay_a_moment, layout(port, rank))
+        until(lambda: MEETING_SECRET not in os.environ)
+        return machine
+
+    first = come(0, "ab")
+    end = json.dumps([1, "end", [1, "a stranger's"]]).encode()
+    for secret in ({}, {"secret": ""}, {"secret": "é"}, {"secret": 1}, [], "ab"):
+        place = json.dumps([1, "place", secret]).encode()
+        until(lambda words=place + b"\n" + end + b"\n": _knocks(port, words))
+    with pytest.raises(
+        RunError, match=f"{MEETING_SECRET} is another there; say the same on all"
+    ):
+        come(1, "abc").result()
+    assert come(1, "ab").result() == first.result() == [0, 1]
+
+
+def _knocks(port: int, words: bytes = b"GET / HTTP/1.1\r\n\r\n") -> bool:
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            stranger.sendall(words)
     except OSError:
         return False
     return True

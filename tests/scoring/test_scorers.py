@@ -165,9 +165,8 @@ def test_on_a_device_each_scorer_has_the_share_that_was_planned(
     )
 
 
-def test_a_judged_run_on_a_cpu_says_that_nothing_sleeps(folder: Path) -> None:
-    judged, alone = config_of(judge("a")), config_of({"reward": "length"})
-    assert "no engine sleeps" in planned(judged, folder, cores=1).note
+def test_a_plan_of_engines_in_a_line(folder: Path) -> None:
+    alone = config_of({"reward": "length"})
     assert (
         planned(alone, folder, cores=1).note == "generating with vLLM: 1 engine on 1 CPU core"
     )

@@ -95,10 +95,6 @@ class EnginePlan:
         notes = [f"{self.choice}, beside {', '.join(scorers)}" if scorers else self.choice]
         if self.sharing is not None:
             notes.append(self.sharing.line)
-        elif scorers and self.engines[0].on_cpu:
-            notes.append(
-                "no engine sleeps (vLLM cannot on a CPU), so placement only routes requests"
-            )
         return "; ".join(notes)
 
     def as_json(self) -> dict[str, Any]:

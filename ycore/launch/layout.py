@@ -416,6 +416,10 @@ _PLACES = (
 """Variables of the number of machines, and of which this is: by hand, torchrun's, Kubernetes', Slurm's in a step."""
 
 
+MEETING_SECRET = "YCORE_MEETING_SECRET"
+"""The variable of what the machines of a run know, and a stranger at their port does not."""
+
+
 def place_here() -> dict[str, Any]:
     """Return accelerate's keys for this machine among several, as the environment says them; {} where it is alone."""
     variables = os.environ

@@ -6,6 +6,7 @@ of JSON, and there is one a second in any case. So a machine that is gone is tol
 
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ import psutil
 
 from ycore.errors import ConfigError, Interrupted, RunError
 from ycore.foreign import foreign_json
-from ycore.launch.layout import Layout
+from ycore.launch.layout import MEETING_SECRET, Layout
 from ycore.run.claim import contents_that_differ, settings_that_differ
 
 _BEAT_S = 1.0
@@ -40,6 +41,8 @@ class Machines:
     layout: Layout
     say: Callable[[str], None]
     _: KW_ONLY
+    secret: str = ""
+    """A machine that does not know it is not let in."""
     on_end: Callable[[], None] = lambda: None
     """Called in another thread when another machine ends, or is asked to stop."""
 
@@ -132,7 +135,7 @@ class Machines:
                 while line := lines.readline(_LINE_BYTES):
                     sender, kind, value = foreign_json(line)
                     if machine is None:
-                        machine = self._admit(link, int(sender))
+                        machine = self._admit(link, int(sender), dict(value).get("secret"))
                     if kind != "beat":
                         self._take(sender, kind, value, link)
         except TimeoutError:
@@ -146,11 +149,15 @@ class Machines:
         if machine is not None and not self._closed.is_set():
             self._take(machine, "end", [1, reason], link)
 
-    def _admit(self, link: socket.socket, sender: int) -> int:
+    def _admit(self, link: socket.socket, sender: int, secret: Any) -> int:
         """Let a machine in, and tell it what was said before it came; ValueError where it has no place here."""
         with self._lock:
-            if not 0 < sender < self.count or sender in self._links:
+            reason = ""
+            if not secrets.compare_digest(secret, self.secret):
+                reason = f"{MEETING_SECRET} is another there; say the same on all machines"
+            elif not 0 < sender < self.count or sender in self._links:
                 reason = f"machine_rank {sender} of {self.count} is taken, or too large; each machine has its own"
+            if reason:
                 _send(link, 0, "end", [1, reason])
                 raise ValueError(reason)
             self._links[sender] = link
@@ -172,7 +179,7 @@ class Machines:
         if self.count == 1:
             return
         threading.Thread(target=self._beat, daemon=True).start()
-        place = {"host": socket.gethostname(), "facts": dict(facts)}
+        place = {"host": socket.gethostname(), "facts": dict(facts), "secret": self.secret}
         places = self._said["place"]
         with ExitStack() as door:
             if self.rank == 0:
@@ -294,7 +301,7 @@ def meeting(
     layout: Layout, facts: Mapping[str, Any], *, say: Callable[[str], None]
 ) -> Iterator[Machines]:
     """Meet the other machines, and tell them how this one ends, if not well. `facts`: as `claim.run_facts` returns."""
-    machines = Machines(layout, say)
+    machines = Machines(layout, say, secret=os.environ.pop(MEETING_SECRET, ""))
     try:
         machines.meet(facts)
         yield machines

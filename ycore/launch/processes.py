@@ -313,8 +313,7 @@ def _first_failed(reports: list[Report]) -> Report | None:
     )
 
 
-_STACK_WITHIN_S = 1.0
-_STACK_ENDS_AFTER_S = 0.05  # a stack is complete when its log has not grown for so long
+_STACK_WITHIN_S = 0.5
 
 
 def write_stacks(processes: Iterable[psutil.Process], path: Path, *, why: str) -> Path:
@@ -351,24 +350,11 @@ def _stack(pid: int) -> str:
     os.kill(pid, signal.SIGUSR2)
     # A stopped one is killed next in any case, and can say where it was.
     os.kill(pid, signal.SIGCONT)
-    stack = _appended(log, size_before)
-    if not stack:
-        return f"wrote no stack within {_STACK_WITHIN_S:.0f} s; {state}"
-    return f"{state}\n{stack}"
-
-
-def _appended(log: Path, size_before: int) -> str:
-    """Return what was added to a log, once it has stopped growing."""
-    size = size_before
-    for _ in range(int(_STACK_WITHIN_S / _STACK_ENDS_AFTER_S)):
-        time.sleep(_STACK_ENDS_AFTER_S)
-        last_size = size
-        size = log.stat().st_size
-        if size == last_size > size_before:
-            break
+    time.sleep(_STACK_WITHIN_S)
     with log.open("rb") as file:
         file.seek(size_before)
-        return file.read(size - size_before).decode(errors="replace").rstrip()
+        stack = file.read().decode(errors="replace").rstrip()
+    return f"{state}\n{stack or 'wrote no stack'}"
 
 
 _KEEP_FREED = {

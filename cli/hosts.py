@@ -1,0 +1,179 @@
+"""Run a command on several hosts from one terminal: `--hosts a,b`, over ssh.
+
+`run_on_hosts` is the terminal's side: an ssh to each host, where `join` waits for the command on its standard input. So
+no list of processes shows the command, its variables, or the secret with which the machines meet. Later a byte is an
+order to stop; others say that the terminal is still there, and a host that hears nothing for a while stops as well.
+"""
+
+import json
+import os
+import secrets
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, TextIO
+
+from ycore import __version__
+from ycore.errors import ConfigError, Interrupted
+from ycore.foreign import foreign_json
+from ycore.launch.layout import MEETING_SECRET
+from ycore.run.interrupt import StopRequests
+
+_SSH = "ssh -T -oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=2 -oServerAliveCountMax=2 --"
+_JOIN = "import ycore_cli; from ycore_cli.hosts import join; join(); ycore_cli.start()"
+_GREETING = b"ycore-host"
+_BEAT, _STOP = b".", b"!"
+_BEAT_S = 0.5
+_SILENT_S = 6.0
+_NO_CONNECTION = 255  # ssh's own exit status
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host by its name for ssh. Errors of all but the first are shown with their names."""
+
+    name: str
+    is_first: bool
+    ssh: "subprocess.Popen[bytes]"
+
+    def address(self) -> str:
+        """Return where ssh has reached it; ConfigError where it cannot run the command."""
+        needs = f"ycore {__version__} at {sys.executable}, and the folder {os.getcwd()}"
+        for line in self.ssh.stdout or ():  # a shell may print words of its own first
+            if line.startswith(_GREETING):
+                _, version, address = line.decode().split()
+                if version != __version__:
+                    raise ConfigError(f"host {self.name} has ycore {version}; it needs {needs}")
+                return address
+        _, errors = self.ssh.communicate()
+        reason = errors.decode(errors="replace").strip().rpartition("\n")[2].strip()
+        if self.ssh.returncode == _NO_CONNECTION:
+            needs = f"an answer to `ssh {self.name}` without a question"
+        raise ConfigError(f"host {self.name} cannot start: {reason}; it needs {needs}")
+
+    def send(self, orders: bytes) -> None:
+        assert self.ssh.stdin is not None, "it is a pipe"
+        with suppress(OSError):  # an end is seen in the status
+            self.ssh.stdin.write(orders)
+
+    def show(self, source: IO[bytes] | None, target: TextIO, said: set[bytes]) -> None:
+        """Print the lines of its output or errors; of another than the first, only errors that no host has said yet."""
+        prefix = "" if self.is_first else f"{self.name}: "
+        for line in source or ():
+            if self.is_first or (target is sys.stderr and line not in said):
+                text = f"{prefix}{line.decode(errors='replace')}"
+                print(text, end="", file=target, flush=True)
+            said.add(line)
+
+
+def _reach(name: str, *, is_first: bool) -> Host:
+    join = shlex.join([sys.executable, "-P", "-c", _JOIN])
+    ssh = subprocess.Popen(
+        [*_SSH.split(), name, f"cd {shlex.quote(os.getcwd())} && exec {join}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,  # Ctrl-C reaches this process only
+    )
+    return Host(name, is_first, ssh)
+
+
+def run_on_hosts(names: Sequence[str], words: Sequence[str]) -> int:
+    """Run `ycore WORDS` on all hosts, the first of which shows its output; return the exit status.
+
+    ConfigError where a host cannot be reached, or has not what this machine has; nothing was started then.
+    """
+    with StopRequests() as stops:
+        hosts = [_reach(name, is_first=name is names[0]) for name in names]
+        try:
+            with stops.at_once():
+                place = _meeting_place(hosts)
+            for number, host in enumerate(hosts):
+                place["NODE_RANK"] = str(number)
+                host.send(json.dumps([words, dict(os.environ), place]).encode() + b"\n")
+            return _follow(hosts, stops)
+        finally:
+            for host in hosts:
+                host.ssh.kill()
+
+
+def _meeting_place(hosts: Sequence[Host]) -> dict[str, str]:
+    """Return the variables that all hosts have in common; every host that cannot run is named."""
+    addresses: list[str] = []
+    problems: list[ConfigError] = []
+    for host in hosts:
+        try:
+            addresses.append(host.address())
+        except ConfigError as error:
+            problems.append(error)
+    for problem in problems[:-1]:
+        print(f"error: {problem}", file=sys.stderr)
+    if problems:
+        raise problems[-1]
+    address = os.environ.get("MASTER_ADDR", addresses[0])
+    if address.startswith(("127.", "::1")) and len(hosts) > 1:
+        raise ConfigError(
+            f"host {hosts[0].name} is {address} here, where others cannot reach it; name it by an address that they can"
+        )
+    secret = secrets.token_hex(16)
+    return {"NNODES": str(len(hosts)), "MASTER_ADDR": address, MEETING_SECRET: secret}
+
+
+def _follow(hosts: Sequence[Host], stops: StopRequests) -> int:
+    """Pass on output and requests to stop until all have ended; one that ends badly stops the others."""
+    said: set[bytes] = set()
+    readers = [
+        threading.Thread(target=host.show, args=(source, target, said), daemon=True)
+        for host in hosts
+        for source, target in ((host.ssh.stdout, sys.stdout), (host.ssh.stderr, sys.stderr))
+    ]
+    for reader in readers:
+        reader.start()
+    num_stops = 0
+    while None in (codes := [host.ssh.poll() for host in hosts]):
+        has_failed = any(code not in (None, 0, Interrupted.exit_code) for code in codes)
+        wanted = max(stops.count, has_failed, num_stops)
+        for host in hosts:
+            host.send(_BEAT + _STOP * (wanted - num_stops))
+        num_stops = wanted
+        time.sleep(_BEAT_S)
+    for reader in readers:
+        reader.join()
+    for host in hosts:
+        if host.ssh.returncode == _NO_CONNECTION:
+            stops_by_itself = f"it stops by itself after {_SILENT_S:.0f} s"
+            print(
+                f"error: no connection to host {host.name} any more; {stops_by_itself}",
+                file=sys.stderr,
+            )
+    failed = [code if code in (2, Interrupted.exit_code) else 1 for code in codes if code]
+    return 2 if 2 in failed else next(iter(failed), 0)
+
+
+def join() -> None:
+    """Take the place of the command that comes by standard input, and follow the orders that come after it."""
+    connection = os.environ.get("SSH_CONNECTION", "")  # client, port, server, port
+    print(f"\n{_GREETING.decode()} {__version__} {connection.split()[2]}", flush=True)
+    orders = os.fdopen(os.dup(0), "rb", buffering=0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if not (line := orders.readline()):  # another host cannot run it
+        sys.exit(2)
+    words, variables, place = foreign_json(line)
+    os.environ.update(variables | dict(os.environ) | place)
+    sys.argv = ["ycore", *words]
+    threading.Thread(target=_obey, args=(orders,), daemon=True).start()
+
+
+def _obey(orders: IO[bytes]) -> None:
+    while select.select([orders], [], [], _SILENT_S)[0] and (order := orders.read(1)):
+        if order == _STOP:
+            os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGHUP)

@@ -1,0 +1,278 @@
+"""`--hosts`: one command in one terminal, which is a machine of its own here, runs on others over a real ssh.
+
+Machines are network namespaces, each with an sshd; the scripted engine and light ranks (`light_rank`) work on them.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.distributed.light_rank import FAILS_WITH, MODULE, write_launcher
+from tests.distributed.network import Host, network
+from tests.harness import COMMAND, ENVIRONMENT, HANG_S
+from tests.tiny_model import write_tiny_model
+from ycore import __version__
+from ycore.launch.guardian import remove_leftovers
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+REWARD = "def spread(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
+WORDS = (
+    "grpo --model model --dataset rows.jsonl --reward their_rewards.py:spread --max-tokens 8 --group-size 2 "
+    "--prompts-per-step 12 --set dtype=float32 --set engine.count=1 --output run"
+)
+SECRET = "hf_abcdefghijklmnopqrstuvwx0123"
+# Each host's Python exchanges the engine's command as `tests.chaos.command` does.
+SITE = """
+import sys
+if "ycore_cli.hosts" in " ".join(sys.orig_argv):
+    from tests.chaos.command import put_in_place
+    put_in_place({options})
+"""
+ENDED_WITHIN_S = 60.0  # on a busy machine
+
+
+class Terminal:
+    """The machine that a person sits at, and the hosts that it reaches by ssh."""
+
+    def __init__(self, machines: list[Host], place: Path) -> None:
+        *self.hosts, self.host = machines
+        self.place = place
+        self.folder = RunFolder(place / "run")
+        self.log = place / "terminal.log"
+        self.commands: list[subprocess.Popen[bytes]] = []
+
+    def write_keys(self) -> None:
+        for name in ("host_key", "user_key"):
+            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.place / name]
+            subprocess.run(words, check=True, timeout=60)
+        (self.place / "ssh_config").write_text(
+            f"StrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\nIdentityFile {self.place}/user_key\n"
+            + "".join(f"Host {host.name}\nHostName {host.address}\n" for host in self.hosts)
+        )
+        (self.place / "bin").mkdir()
+        ssh = self.place / "bin" / "ssh"  # reads the user's own configuration elsewhere
+        ssh.write_text(
+            f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.place}/ssh_config "$@"\n'
+        )
+        ssh.chmod(0o755)
+
+    def open_doors(
+        self, *, ranks: str | None = MODULE, hosts: list[Host] | None = None, site: str = SITE
+    ) -> None:
+        """Start an sshd on the hosts."""
+        options = {} if ranks is None else {"trainer": ranks}
+        (self.place / "site").mkdir(exist_ok=True)
+        (self.place / "site" / "sitecustomize.py").write_text(site.format(options=options))
+        paths = [self.place / "site", *([] if ranks is None else [self.place / "light"]), ROOT]
+        variables = {
+            **ENVIRONMENT,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "OMP_NUM_THREADS": "1",
+        }
+        for host in self.hosts if hosts is None else hosts:
+            config = self.place / f"sshd-{host.name}"
+            config.write_text(
+                f"ListenAddress {host.address}\nHostKey {self.place}/host_key\nPidFile none\nStrictModes no\n"
+                f"AuthorizedKeysFile {self.place}/user_key.pub\nUsePAM no\nPermitRootLogin yes\n"
+                f"SetEnv {' '.join(f'{name}={value}' for name, value in variables.items())}\n"
+            )
+            Path("/run/sshd").mkdir(exist_ok=True)
+            words = [str(SSHD), "-D", "-e", "-f", str(config)]
+            self.commands.append(
+                host.start(words, cwd=self.place, log=self.place / f"{host.name}.log")
+            )
+
+    def start(self, more: str, hosts: str = "node0,node1") -> "subprocess.Popen[bytes]":
+        environment = {
+            **ENVIRONMENT,
+            "PATH": f"{self.place}/bin:{os.environ['PATH']}",
+            "HF_TOKEN": SECRET,
+        }
+        command = [*COMMAND, *WORDS.split(), "--hosts", hosts, *more.split()]
+        node = self.host.start(command, cwd=self.place, log=self.log, environment=environment)
+        self.commands.append(node)
+        return node
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def wait_for_steps(self, count: int) -> None:
+        deadline = time.monotonic() + HANG_S
+        while len(read_metrics(self.folder.metrics)) < count:
+            assert self.commands[-1].poll() is None, self.said()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def pids(self, host: Host) -> list[int]:
+        """All processes on it but sshd's, which does not know that a network is cut."""
+        return [pid for pid in host.pids() if psutil.Process(pid).name() != "sshd"]
+
+    def command_on(self, host: Host) -> psutil.Process:
+        processes = [psutil.Process(pid) for pid in self.pids(host)]
+        return next(
+            process for process in processes if "ycore_cli.hosts" in " ".join(process.cmdline())
+        )
+
+    def assert_nothing_is_left(
+        self, hosts: list[Host], began: float, within_s: float = ENDED_WITHIN_S
+    ) -> float:
+        """Wait until no process is on the hosts; return the seconds since then."""
+        while left := [pid for host in hosts for pid in self.pids(host)]:
+            assert time.monotonic() < began + within_s, [
+                psutil.Process(pid).cmdline() for pid in left
+            ]
+            time.sleep(0.1)
+        return time.monotonic() - began
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    if SSHD is None or shutil.which("ssh") is None:
+        pytest.skip("OpenSSH's client and server are not installed")
+    write_tiny_model(tmp_path / "model")
+    (tmp_path / "their_rewards.py").write_text(REWARD)
+    rows = [json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    write_launcher(tmp_path / "light")
+    with network(3) as machines:
+        terminal = Terminal(machines, tmp_path)
+        terminal.write_keys()
+        try:
+            yield terminal
+        finally:
+            for command in terminal.commands:
+                command.kill()
+            for home in tmp_path.glob("run/**/.lock"):
+                remove_leftovers(RunFolder(home.parent))
+
+
+def test_one_command_runs_on_both_hosts(terminal: Terminal) -> None:
+    terminal.open_doors()
+    command = terminal.start("--steps 30")
+    terminal.wait_for_steps(1)
+    visible = [
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    ]
+    secret = psutil.Process(terminal.command_on(terminal.hosts[1]).pid)
+    assert not any(SECRET in words or "their_rewards.py" in words for words in secret.cmdline())
+    assert not any(SECRET in words for words in visible)
+    assert command.wait(HANG_S) == 0, terminal.said()
+    said = terminal.said()
+    assert "2 machines have met at 10.41.0.1: node0, node1" in said
+    assert [row["step"] for row in read_metrics(terminal.folder.metrics)] == list(range(1, 31))
+    assert (
+        json.loads((terminal.folder.root / "node-1" / "summary.json").read_text())["status"]
+        == "finished"
+    )
+    terminal.assert_nothing_is_left(terminal.hosts, time.monotonic())
+
+
+@pytest.mark.verify
+def test_a_real_run(terminal: Terminal) -> None:
+    terminal.open_doors(ranks=None)
+    command = terminal.start("--steps 3")
+    assert command.wait(HANG_S) == 0, terminal.said()
+    assert [row["step"] for row in read_metrics(terminal.folder.metrics)] == [1, 2, 3]
+
+
+def test_every_host_that_cannot_run_is_named_and_nothing_starts(terminal: Terminal) -> None:
+    terminal.open_doors(hosts=terminal.hosts[:1])
+    assert terminal.start("--steps 3").wait(HANG_S) == 2
+    line = next(line for line in terminal.said().splitlines() if line.startswith("error: host"))
+    assert line.startswith(
+        "error: host node1 cannot start: ssh: connect to host 10.41.0.2 port 22: Connection refused"
+    )
+    assert "`ssh node1` without a question" in line and "node0" not in line
+    assert not terminal.folder.root.exists()
+
+
+def test_hosts_with_another_version_are_named(terminal: Terminal) -> None:
+    site = SITE + "    import ycore\n    ycore.__version__ = '0.0.1'\n"
+    terminal.open_doors(site=site)
+    assert terminal.start("--steps 3").wait(HANG_S) == 2
+    said = terminal.said().splitlines()
+    for name in ("node0", "node1"):
+        line = next(
+            line
+            for line in said
+            if line.startswith(f"error: host {name} has ycore 0.0.1; it needs ")
+        )
+        assert f"ycore {__version__} at {sys.executable}" in line
+
+
+def interrupt(terminal: Terminal) -> None:
+    terminal.commands[-1].send_signal(signal.SIGINT)
+
+
+def close(terminal: Terminal) -> None:
+    terminal.commands[-1].send_signal(signal.SIGHUP)
+
+
+def kill(terminal: Terminal) -> None:
+    terminal.commands[-1].kill()
+
+
+def cut_terminal(terminal: Terminal) -> None:
+    terminal.host.cut()
+
+
+def kill_on_host(terminal: Terminal) -> None:
+    terminal.command_on(terminal.hosts[1]).kill()
+
+
+def fail_on_host(terminal: Terminal) -> None:
+    (terminal.folder.root / "fail-1").touch()
+
+
+def cut_host(terminal: Terminal) -> None:
+    terminal.hosts[1].cut()
+
+
+FAULTS: dict[Callable[[Terminal], None], tuple[int, str, str]] = {
+    interrupt: (130, "interrupted: stopped after step", "interrupted"),
+    close: (130, "interrupted: stopped after step", "interrupted"),
+    kill: (-signal.SIGKILL, "", "interrupted"),
+    cut_terminal: (1, "", "interrupted"),
+    kill_on_host: (1, "error: machine 1 (node1): its command was killed", "failed"),
+    fail_on_host: (
+        1,
+        f"node1: error: trainer rank 1 ended with exit status 1: {FAILS_WITH}",
+        "failed",
+    ),
+    cut_host: (1, "error: machine 1 (node1): silent for 5 s", "failed"),
+}
+"""Faults, with the exit status, what the terminal says where it can, and how the first machine's summary calls it."""
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_whatever_ends_the_run_ends_all_of_it(
+    terminal: Terminal, fault: Callable[[Terminal], None]
+) -> None:
+    terminal.open_doors()
+    command = terminal.start("--steps 10000")
+    terminal.wait_for_steps(2)
+    began = time.monotonic()
+    fault(terminal)
+    code, words, status = FAULTS[fault]
+    assert command.wait(ENDED_WITHIN_S) == code, terminal.said()
+    ended_s = time.monotonic() - began
+    hosts_s = terminal.assert_nothing_is_left(terminal.hosts, began)
+    print(f"{fault.__name__}: terminal {ended_s:.1f} s, hosts {hosts_s:.1f} s")
+    print(terminal.said())
+    assert words in terminal.said()
+    assert json.loads(terminal.folder.summary.read_text())["status"] == status
+    assert not any(psutil.Process(pid).name() == "ssh" for pid in terminal.host.pids())

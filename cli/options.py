@@ -196,7 +196,7 @@ OPTIONS: Mapping[str, Any] = {
     "lora": flag("Train adapters (the default), or every weight.", "--lora/--full"),
     "quantize": text("Keep the frozen base of a LoRA run in 4 bits: 4bit.", metavar="BITS"),
     "max_staleness": whole_number(
-        "Steps by which a round may be stale: 1 writes it while the last one trains [0]."
+        "Steps by which what is trained on may be stale; above 1 weights change between tokens [0]."
     ),
     "oversample": fraction(
         "Groups in flight for each that is needed; what is not whole goes on in the next round [1.0]."

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 from ycore.foreign import MAX_DEPTH, foreign_value
@@ -209,9 +209,25 @@ class Completion:
         return THINKING + self.text if self.in_thinking else self.text
 
     @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """(end, version) of all its parts, in order."""
+        return (*self.segments, (len(self.token_ids), self.policy_version))
+
+    @property
     def first_version(self) -> int:
-        """Which wrote its first token."""
-        return self.segments[0][1] if self.segments else self.policy_version
+        """The oldest of the versions that wrote it."""
+        return min(version for _, version in self.versions)
+
+    def with_versions(self, versions: Sequence[tuple[int, int]]) -> "Completion":
+        """Return it with these `versions`; neighbours that are the same become one."""
+        last = versions[-1][1]
+        later = [version for _, version in versions[1:]]
+        segments = [
+            part
+            for part, after in zip(versions, [*later, last], strict=True)
+            if part[1] != after
+        ]
+        return replace(self, segments=tuple(segments), policy_version=last)
 
     @property
     def mask(self) -> tuple[int, ...]:
@@ -291,6 +307,11 @@ class Group:
             [reward for _, _, reward in completion.rewarded_turns]
             for completion in self.completions
         ]
+
+    @property
+    def first_version(self) -> int:
+        """The oldest of the versions that wrote it."""
+        return min(completion.first_version for completion in self.completions)
 
     @property
     def sequences(self) -> list[TokenSequence]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,18 +27,19 @@ from ycore.rollout.agents import AgentPool, AgentWriter
 from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import ToolPool, ToolSet
 from ycore.rollout.turns import (
-    CarryWriter,
     GroupStart,
     MultiTurnWriter,
     TurnLimits,
     completion_seed,
 )
+from ycore.round.ahead import ControllerAhead
+from ycore.round.in_flight import InFlight
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.paths import RunFolder
 from ycore.scoring.reward_pool import RewardPool
-from ycore.types import Completion, Draw, Prompt
+from ycore.types import Completion, Draw, Group, Prompt
 
 pytestmark = [
     pytest.mark.engine,
@@ -649,55 +651,63 @@ def test_the_probability_of_given_tokens_and_greedy_completions_are_the_models_o
     assert first.token_ids[0] == int(rows[2].argmax())
 
 
-def test_a_completion_that_is_carried_over_has_each_versions_logprobs(
+def test_each_token_of_a_stream_has_its_versions_logprob(
     server: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Aborted under one version and continued under the next, against a whole recomputation under each."""
-    newer = write_tiny_model(tmp_path / "newer", seed=1)
-    write_manifest(
-        newer, 1, {name: tensor_sums(tensor) for name, tensor in stored_in(newer).items()}
+    """Weights come in the middle of completions; a whole recomputation under each version says the same."""
+    folders = [model]
+    for version in range(1, 5):
+        folder = write_tiny_model(tmp_path / str(version), seed=version)
+        sums = {name: tensor_sums(tensor) for name, tensor in stored_in(folder).items()}
+        write_manifest(folder, version, sums)
+        folders.append(folder)
+    (tmp_path / "spread.py").write_text(REWARD)
+    rules = Rules(group_size=2, seed=1, reward_weights=(1.0,))
+    pool = RewardPool(
+        [RewardConfig(reward=f"{tmp_path}/spread.py:spread")],
+        settings=RewardSettings(workers=1, deadline_s=30),
+        log=tmp_path / "rewards.log",
+        run_id="test-stream",
     )
-    turn = CarryWriter(lambda ids: str(len(ids)), max_tokens=200, max_age=9)
+    in_flight = InFlight(
+        lambda ids: str(len(ids)), max_tokens=200, max_age=3, rules=rules, streams=True
+    )
+    prompts = [Prompt(row, "") for row in range(len(PROMPTS))]
+    controller = ControllerAhead(
+        num_steps=5,
+        max_staleness=3,
+        engines=[engine_at(server, SamplingParams(max_tokens=200))],
+        scoring=rules_alone(pool),
+        draws=DrawSource(
+            prompts,
+            seed=0,
+            encode=lambda prompt: tuple(PROMPTS[prompt.row]),
+            max_prompt_tokens=50,
+        ),
+        rules=rules,
+        share_weights=folders.__getitem__,
+        in_flight=in_flight,
+        max_surplus_age=3,
+    )
+    try:
+        controller.start(timeout_s=60)
+        groups = [group for step in range(5) for group in taken(controller, step)]
+    finally:
+        controller.close()
+    written = [(group.draw, one) for group in groups for one in group.completions]
+    assert any(len(one.versions) > 1 for _, one in written), "no completion met new weights"
+    for draw, completion in written:
+        start = 0
+        for end, version in completion.versions:
+            expected = trainer_logprobs(folders[version], list(draw.token_ids), completion, 1.0)
+            assert logprobs(completion)[start:end] == pytest.approx(
+                expected[start:end], abs=2e-3
+            )
+            start = end
+        assert start == len(completion.token_ids) <= 200
 
-    async def work() -> list[Completion]:
-        engine = engine_at(server, SamplingParams(max_tokens=200))
-        starts = [
-            await turn.start(Draw(at, Prompt(at, ""), tuple(ids)))
-            for at, ids in enumerate(PROMPTS)
-        ]
 
-        def play() -> list[asyncio.Task[Completion]]:
-            return [
-                asyncio.create_task(turn.write(start, 0, engine.complete, seed=0))
-                for start in starts
-            ]
-
-        try:
-            await engine.load_weights(model, 0)
-            first = play()
-            await asyncio.sleep(0.3)
-            while engine.in_flight:
-                await engine.abort()
-                await asyncio.sleep(0.02)
-            for task in first:
-                task.cancel()
-            await asyncio.gather(*first, return_exceptions=True)
-            turn.end_round(0)
-            await engine.load_weights(newer, 1)
-            return await asyncio.gather(*play())
-        finally:
-            await engine.close()
-
-    written = asyncio.run(asyncio.wait_for(work(), 120))
-    carried = [
-        (prompt, one) for prompt, one in zip(PROMPTS, written, strict=True) if one.segments
-    ]
-    assert carried, "no completion was aborted on its way"
-    for prompt, one in carried:
-        ((end, version),) = one.segments
-        assert (version, one.policy_version) == (0, 1) and 0 < end < len(one.token_ids) <= 200
-        old, new = (trainer_logprobs(folder, prompt, one, 1.0) for folder in (model, newer))
-        assert logprobs(one) == pytest.approx([*old[:end], *new[end:]], abs=2e-3)
-        assert max(abs(a - b) for a, b in zip(old[end:], new[end:], strict=True)) > 0.05, (
-            "the versions are the same"
-        )
+def taken(controller: Controller, step: int) -> list[Group]:
+    groups = controller.next_round(step=step, num_groups=2)
+    time.sleep(0.3)  # as if it trained
+    return groups

@@ -18,15 +18,16 @@ import torch
 import torch.distributed as dist
 
 from tests.rollout.talks import rules_alone
-from tests.rollout.test_carried import MAX_TOKENS, TickingEngine
+from tests.round.test_in_flight import MAX_TOKENS, TickingEngine
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Engine
 from ycore.errors import EngineError, YcoreError
-from ycore.rollout.turns import CarryWriter
+from ycore.round.ahead import ControllerAhead
 from ycore.round.curriculum import Curriculum
+from ycore.round.in_flight import InFlight
 from ycore.round.peers import TorchPeers
 from ycore.round.sampling import DrawSource, Rules, Shard
-from ycore.round.step import Controller, ControllerAhead
+from ycore.round.step import Controller
 from ycore.scoring.reward_pool import RewardPool
 from ycore.types import Completion, Group, Prompt
 
@@ -194,7 +195,7 @@ def curriculum(peers: TorchPeers, folder: Path) -> dict[str, Any]:
 
 def ahead(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     """Rounds one step ahead, while this thread adds up gradients with the other rank."""
-    make = partial(ControllerAhead, num_steps=4)
+    make = partial(ControllerAhead, num_steps=4, max_staleness=1)
     rounds = make_rounds(
         peers, ScriptedEngine(wait_s=0.02 * (1 + peers.rank)), folder, make=make, dynamic=True
     )
@@ -221,8 +222,7 @@ def ahead(peers: TorchPeers, folder: Path) -> dict[str, Any]:
 
 def carried(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     """Twice as many groups as are needed; what is not whole goes on in the next round."""
-    turns = CarryWriter(lambda ids: str(len(ids) % 10), max_tokens=MAX_TOKENS, max_age=9)
-    make = partial(Controller, writer=turns)
+    make = partial(make_in_flight, Controller, max_age=9)
     rounds = make_rounds(
         peers,
         TickingEngine(tick_s=0.01),
@@ -236,10 +236,57 @@ def carried(peers: TorchPeers, folder: Path) -> dict[str, Any]:
         seen = [told(rounds.next_round(step=step, num_groups=2)) for step in range(5)]
     finally:
         rounds.close()
-    left = [draw.position for draw in turns.unfinished]
+    return {"steps": seen, **not_trained_on(rounds)}
+
+
+def stream(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+    """Weights come between two tokens, while this thread adds up gradients with the other rank."""
+    make = partial(
+        make_in_flight,
+        partial(ControllerAhead, num_steps=12, max_staleness=3, max_surplus_age=3),
+        max_age=3,
+        streams=True,
+    )
+    engine = TickingEngine(tick_s=0.003 * (1 + peers.rank))
+    rounds = make_rounds(peers, engine, folder, make=make, dynamic=True, max_tries=8)
+    seen, versions = [], []
+    try:
+        for step in range(12):
+            groups = rounds.next_round(step=step, num_groups=2)
+            seen.append(told(groups))
+            versions += [
+                [step, list(completion.versions), list(completion.token_ids)]
+                for group in groups
+                for completion in group.completions
+            ]
+            for _ in range(20):
+                dist.all_reduce(torch.ones(1000))
+            time.sleep(0.05)
+            assert not rounds.should_stop()
+        rounds.rest()
+        left = not_trained_on(rounds)
+    finally:
+        rounds.close()
+    return {"steps": seen, "versions": versions, **left}
+
+
+def make_in_flight(
+    make: Callable[..., Controller], *, max_age: int, streams: bool = False, **parts: Any
+) -> Controller:
+    in_flight = InFlight(
+        lambda ids: str(len(ids) % 10),
+        max_tokens=MAX_TOKENS,
+        max_age=max_age,
+        rules=parts["rules"],
+        streams=streams,
+    )
+    return make(in_flight=in_flight, **parts)
+
+
+def not_trained_on(rounds: Controller) -> dict[str, Any]:
+    assert rounds.in_flight is not None
     return {
-        "steps": seen,
-        "left": left,
+        "left": [draw.position for draw in rounds.in_flight.unfinished],
         "kept": [item.group.draw.position for item in rounds.leftover_groups.waiting],
     }
 

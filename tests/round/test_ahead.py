@@ -10,10 +10,11 @@ import pytest
 
 from ycore.engine import Engine as BaseEngine
 from ycore.errors import EngineError
+from ycore.round.ahead import ControllerAhead
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
-from ycore.round.step import Controller, ControllerAhead
+from ycore.round.step import Controller
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Group, Prompt, Score
 
@@ -111,7 +112,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
             "sync_every": sync_every,
             "journal": Journal(tmp_path / folder, rank=0),
         }
-        one = ControllerAhead(num_steps=steps, **parts) if ahead else Controller(**parts)
+        one = (
+            ControllerAhead(num_steps=steps, max_staleness=1, **parts)
+            if ahead
+            else Controller(**parts)
+        )
         made.append(one)
         return one
 
@@ -256,7 +261,7 @@ def test_an_error_of_the_round_ahead_names_its_step(make: Make) -> None:
     controller = make(engine=engine)
     take(controller, [0])
     controller.next_round(step=1, num_groups=3)
-    with pytest.raises(EngineError, match="the round of step 2, one ahead: scripted: gone"):
+    with pytest.raises(EngineError, match="the round of step 2: scripted: gone"):
         controller.settle()
 
 

@@ -175,3 +175,21 @@ def test_unfinished_groups_go_on_with_the_rank_that_began_them(tmp_path: Path) -
     assert len(trained) == 20 and left and len({*everything}) == len(everything), (
         "a group came twice"
     )
+
+
+def test_in_a_stream_each_token_has_its_version_and_no_group_comes_twice(
+    tmp_path: Path,
+) -> None:
+    ranks = run(tmp_path, "stream")["stream"]
+    trained = [group["position"] for rank in ranks for step in rank["steps"] for group in step]
+    assert len(trained) == 48 and len({*trained}) == 48
+    crossed = 0
+    for rank in ranks:
+        for step, versions, token_ids in rank["versions"]:
+            start = 0
+            for end, version in versions:
+                assert step - 3 <= version <= step
+                assert {*token_ids[start:end]} <= {version}
+                start = end
+            crossed += len(versions) > 1
+    assert crossed, "no completion met new weights"

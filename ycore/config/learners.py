@@ -124,10 +124,10 @@ class AdvantageConfig(PolicyGradientConfig):
 
     def check(self) -> None:
         super().check()
-        if self.needs_greedy_baseline and self.sampling.oversample > 1:
+        if self.needs_greedy_baseline and (self.streams or self.sampling.oversample > 1):
             raise ConfigError(
-                "with --oversample a completion may take several rounds, and remax compares with a greedy one of the "
-                "same weights; leave --oversample out"
+                "with --oversample or --max-staleness above 1 a completion may be of several versions, and remax "
+                "compares with a greedy one of the same weights; leave it out"
             )
 
 

@@ -188,8 +188,8 @@ class SamplingSettings(Strict):
     # Policy versions by which a surplus group of an earlier round may lag; 0 drops surplus groups.
     max_age: Annotated[int, Field(ge=0)] = 1
     # Steps by which the policy that writes a round may lag behind the one that learns from it. 1: a round is written
-    # while the step before it trains.
-    max_staleness: Annotated[int, Field(ge=0, le=1, strict=True)] = 0
+    # while the step before it trains. From 2 on, prompts are always in flight, and weights change between two tokens.
+    max_staleness: Annotated[int, Field(ge=0, le=64, strict=True)] = 0
     # Groups in flight for each that is expected to be needed. Above 1 a round is over as soon as it has enough, and
     # completions that are not whole go on in the next (APRIL, arXiv 2509.18521).
     oversample: Annotated[float, Field(ge=1, le=4)] = 1.0
@@ -553,9 +553,19 @@ class RunConfig(ScoredConfig, RowSettings):
                 "system_prompt and few_shot"
             )
 
+    @property
+    def streams(self) -> bool:
+        """Whether completions are written on while weights change."""
+        return self.sampling.max_staleness > 1 and not self.deterministic
+
     def _check_carried(self) -> None:
         if self.sampling.oversample == 1:
             return
+        if self.sampling.max_staleness > 1:
+            raise ConfigError(
+                f"--max-staleness {self.sampling.max_staleness} keeps engines busy from round to round; leave "
+                "--oversample out"
+            )
         rule = "with --oversample a completion may take several rounds"
         if self.has_turns:
             raise ConfigError(

@@ -82,7 +82,7 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
 
 
 _INSTALL = f"install vLLM ({INSTALL_VLLM})"
-_AHEAD = "with --max-staleness 1 engines write the next round while the trainer trains"
+_AHEAD = "with --max-staleness engines write later rounds while the trainer trains"
 
 
 def _check_ahead(config: RunConfig, batch: BatchPlan, kind: EngineKind) -> None:

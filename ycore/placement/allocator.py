@@ -172,18 +172,23 @@ class Allocator:
         self.begin_round(0.0)
 
     def begin_round(self, now: float) -> None:
-        """Start a round with the learned division; the engines in `awake` must be awake."""
-        assert not self._running, "a round begins when the last has ended"
+        """Start a round with the learned division; the engines in `awake` must be awake.
+
+        What runs or waits since an earlier round is this round's too.
+        """
         roles = self.pool.roles
         self._began = now
         self._num_swaps = 0
-        self._num_asked = dict.fromkeys(roles, 0)
+        self._num_asked = self.waiting()
         self._num_ended = dict.fromkeys(roles, 0)
         self._request_s = dict.fromkeys(roles, 0.0)
         self._awake: list[str] = []
         for role, num_slots in self.division.items():
             self._awake += [role] * num_slots
         self._clocks = [SlotClock(roles, now) for _ in self._awake]
+        for running in self._running.values():
+            self._num_asked[running.role] += 1
+            self._clocks[running.slot].in_flight[running.role] += 1
 
     def ask(self, request: int, role: str, rank: int = 0, *, length: float = 0.0) -> None:
         """Add a rank's request, by a number that no other has; a later `StartRequest` of `decide` names the slot.

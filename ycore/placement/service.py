@@ -107,7 +107,8 @@ class SharedAllocator:
 
     def _begin(self) -> tuple[list[str], bool]:
         self._is_waking = True
-        if self.allocator.is_idle:  # else requests of an earlier round keep their places
+        # Where engines sleep, requests of an earlier round keep their places.
+        if self.allocator.is_idle or not self.pool.exclusive:
             self.allocator.begin_round(time.perf_counter())
         return list(self.allocator.awake), self.allocator.gathers
 

@@ -565,14 +565,16 @@ def _with_sequence(
     logprobs = None
     if completion.logprobs is not None and part.logprobs is not None:
         logprobs = (*completion.logprobs, *(0.0,) * len(prompt_ids), *part.logprobs)
-    return replace(
+    start = len(completion.token_ids) + len(prompt_ids)
+    versions = [(start + end, version) for end, version in part.versions]
+    whole = replace(
         part,
         token_ids=completion.token_ids + prompt_ids + part.token_ids,
         logprobs=logprobs,
-        policy_version=min(completion.policy_version, part.policy_version),
         turns=(*completion.turns, prompt, *part.turns),
         prompt_ids=completion.prompt_ids,
     )
+    return whole.with_versions([*completion.versions, *versions])
 
 
 def answer_of(

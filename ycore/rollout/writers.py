@@ -11,7 +11,6 @@ from ycore.rollout.agents import AgentPool, AgentWriter
 from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import ToolPool, ToolSet, describe_tools
 from ycore.rollout.turns import (
-    CarryWriter,
     GivenPairWriter,
     MultiTurnWriter,
     SingleTurnWriter,
@@ -19,9 +18,6 @@ from ycore.rollout.turns import (
 )
 from ycore.run.paths import RunFolder
 from ycore.types import Prompt
-
-_CARRY_AGE = 4
-"""Policy versions by which a completion that goes on may lag behind with its first token; then it begins anew."""
 
 
 class RunDialogues:
@@ -102,7 +98,4 @@ def build_writer(
             pays_turns=config.pays_turns,
             reads_state=bool(config.env) and any(":" in spec.reward for spec in config.rewards),
         )
-    if config.sampling.oversample > 1 and config.algorithm != "eval":
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        return CarryWriter(decode, max_tokens=config.max_tokens, max_age=_CARRY_AGE)
     return SingleTurnWriter()

@@ -115,7 +115,7 @@ PARTS: Mapping[str, CheckpointPart] = {
     "placement": CheckpointPart(attrgetter("slots"), _same),
     "curriculum": CheckpointPart(attrgetter("draws.curriculum"), _same),
     "lengths": CheckpointPart(attrgetter("lengths"), _same),
-    "unfinished_groups": CheckpointPart(attrgetter("carrier"), _dealt_out),
+    "unfinished_groups": CheckpointPart(attrgetter("in_flight"), _dealt_out),
     "constraints": CheckpointPart(attrgetter("rules.constraints"), _same),
 }
 """To add a part: give its class the two methods, and add it here."""
@@ -176,6 +176,8 @@ class Committed:
     metrics: Mapping[str, float]
     problems: Mapping[str, int] = field(default_factory=dict)
     """Reasons why completions have no reward, with their numbers; not in the journal."""
+    is_replayed: bool = False
+    """Whether it comes from the journal."""
 
 
 class Journal:
@@ -244,7 +246,9 @@ class Journal:
             return None
         groups = reshard_round([part.groups for part in parts], world=self._world)
         states = reshard_states([part.state for part in parts], world=self._world)
-        return Committed(groups[self._rank], states[self._rank], parts[0].metrics)
+        return Committed(
+            groups[self._rank], states[self._rank], parts[0].metrics, is_replayed=True
+        )
 
     def _part(self, step: int, rank: int, world: int) -> Committed | None:
         """A rank's part; None where that file is of a round of another number of ranks."""
@@ -257,7 +261,7 @@ class Journal:
         if head.get("world") != world:
             return None
         groups = [group_from_json(group) for group in content["groups"]]
-        return Committed(groups, content["state"], content.get("metrics", {}))
+        return Committed(groups, content["state"], content.get("metrics", {}), is_replayed=True)
 
     def prune(self, before: int) -> None:
         """Delete the rounds of steps before this one: a checkpoint holds what they taught."""

@@ -3,21 +3,28 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 
 from ycore.engine import Engine
 from ycore.errors import RunError
 from ycore.foreign import CHANGED_TEXTS
 from ycore.placement.slots import AddUp
 from ycore.round.peers import Peers
+from ycore.round.sampling import LeftoverGroups
 from ycore.run.metrics import Meter
 from ycore.scoring.group_rewards import total_reward
 from ycore.types import Group
 
 
-def collect(meters: Sequence[Meter], add_up: AddUp) -> dict[str, float]:
-    """The metrics of all meters over all ranks, by one collective."""
-    taken = [meter.take() for meter in meters]
+async def take(meters: Sequence[Meter]) -> list[Sequence[float]]:
+    """Return what each meter has counted, in the event loop, where nothing counts meanwhile."""
+    return [meter.take() for meter in meters]
+
+
+def collect(
+    taken: Sequence[Sequence[float]], meters: Sequence[Meter], add_up: AddUp
+) -> dict[str, float]:
+    """Return the metrics of what all meters have counted over all ranks, by one collective."""
     flat = [value for counts in taken for value in counts]
     sums = add_up(flat) if flat else []
     metrics: dict[str, float] = {}
@@ -34,7 +41,7 @@ class RoundMeter:
         self,
         engines: Sequence[Engine],
         peers: Peers,
-        leftover_groups: Sized,
+        leftover_groups: LeftoverGroups,
         environments: Sequence[str] = (),
     ) -> None:
         self._engines = engines
@@ -42,7 +49,7 @@ class RoundMeter:
         self._leftover_groups = leftover_groups
         self._environments = environments
         self._bytes_reported = peers.bytes_sent
-        self._restarts_reported = 0
+        self._restarts_reported = self._stale_reported = 0
         self.requires_scores = True  # a preflight reports a step without any
         self.begin()
 
@@ -77,6 +84,8 @@ class RoundMeter:
         self._bytes_reported += moved
         restarts = sum(engine.restarts for engine in self._engines) - self._restarts_reported
         self._restarts_reported += restarts
+        stale = self._leftover_groups.num_stale - self._stale_reported
+        self._stale_reported += stale
         counts: list[float] = [self.num_tokens, self.num_masked, self.problems.total()]
         counts += [
             self.drawn,
@@ -84,6 +93,7 @@ class RoundMeter:
             moved,
             restarts,
             CHANGED_TEXTS.take(),
+            stale,
         ]
         for rewards in self.rewards.values():
             # Exact, so that the order in which groups finish does not matter.
@@ -91,8 +101,10 @@ class RoundMeter:
         return counts
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        num_tokens, num_masked, num_failed, drawn, leftover, moved, restarts, changed = sums[:8]
-        num_scored = sums[9]
+        num_tokens, num_masked, num_failed, drawn, leftover, moved, restarts, changed, stale = (
+            sums[:9]
+        )
+        num_scored = sums[10]
         if self.requires_scores and not num_scored and 0 < num_masked <= num_failed:
             raise RunError(self._nothing_scored(num_masked))
         metrics = {
@@ -100,11 +112,12 @@ class RoundMeter:
             "ycore/masked": num_masked,
             "ycore/sampling/drawn": drawn,
             "ycore/sampling/surplus": leftover,
+            "ycore/sampling/stale": stale,
             "ycore/bytes_moved": moved,
             "ycore/engine_restarts": restarts,
             "ycore/foreign_texts_changed": changed,
         }
-        for name, total, number in zip(self.rewards, sums[8::2], sums[9::2], strict=True):
+        for name, total, number in zip(self.rewards, sums[9::2], sums[10::2], strict=True):
             if number:
                 metrics[f"ycore/reward/{name}".rstrip("/")] = total / number
         return metrics

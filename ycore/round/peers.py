@@ -8,6 +8,7 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -84,10 +85,10 @@ class Peers:
         """Begin a round in which every rank needs `need` groups; this one has `ready` of them and starts `starts`."""
         return Tally(need=need, ready=ready, starts=starts)
 
-    async def meet(self, *, stopping: bool) -> bool:
+    async def meet(self, *, stopping: bool, name: str = "meeting") -> bool:
         """Wait until every rank calls this; returns whether any of them is stopping, the same on all ranks.
 
-        Unlike a collective it does not block the event loop.
+        Unlike a collective it does not block the event loop. Threads meet those of other ranks under another `name`.
         """
         return stopping
 
@@ -164,7 +165,8 @@ class TorchPeers(Peers):
         self._timeout_s = timeout_s
         self.bytes_sent = 0
         self._store = dist.PrefixStore("ycore/", _get_default_store())
-        self._num_rounds = self._num_meetings = self._num_gathered = 0
+        self._num_rounds = self._num_gathered = 0
+        self._num_meetings: Counter[str] = Counter()
 
     async def open_tally(self, *, need: int, ready: int, starts: int) -> Tally:
         self._num_rounds += 1
@@ -178,18 +180,18 @@ class TorchPeers(Peers):
         self._gather("beginning a round", None)
         return tally
 
-    async def meet(self, *, stopping: bool) -> bool:
-        self._num_meetings += 1
-        number = self._num_meetings
+    async def meet(self, *, stopping: bool, name: str = "meeting") -> bool:
+        self._num_meetings[name] += 1
+        number = self._num_meetings[name]
         # One number for both counts, so that a rank arrives and says whether it is stopping at the same moment.
-        arrived = int(self._store.add(f"meeting{number}", 1 + _FIELD * int(stopping)))
+        arrived = int(self._store.add(f"{name}{number}", 1 + _FIELD * int(stopping)))
         began = time.monotonic()
         while arrived % _FIELD < self.world:
             await asyncio.sleep(_pause_s(began))
-            arrived = int(self._store.add(f"meeting{number}", 0))
+            arrived = int(self._store.add(f"{name}{number}", 0))
         if self.rank == 0 and number > 1:
             self._store.delete_key(
-                f"meeting{number - 1}"
+                f"{name}{number - 1}"
             )  # all have left it, since all have come to this one
         return arrived >= _FIELD
 
@@ -382,6 +384,13 @@ class RankEventLoop:
         self.ends_at = self.stop
         self._peers = peers
         self._runner = asyncio.Runner()
+        self._thread: threading.Thread | None = None
+
+    def start_thread(self) -> None:
+        """Keep the loop running in a thread of its own: what is in flight goes on while nobody waits for it."""
+        loop = self._runner.get_loop()
+        self._thread = threading.Thread(target=loop.run_forever, name="rounds", daemon=True)
+        self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         async def on_all_ranks() -> T:
@@ -396,15 +405,21 @@ class RankEventLoop:
                 )
             return result
 
-        return self._runner.run(on_all_ranks())
+        return self.run_alone(on_all_ranks())
 
     def run_alone(self, work: Coroutine[Any, Any, T]) -> T:
         """Run without regard to other ranks."""
-        return self._runner.run(work)
+        if self._thread is None:
+            return self._runner.run(work)
+        return asyncio.run_coroutine_threadsafe(work, self._runner.get_loop()).result()
 
     def close(self, work: Coroutine[Any, Any, None]) -> None:
         """Run this last work, and close the loop."""
-        self._runner.run(work)
+        self.run_alone(work)
+        if self._thread is not None:
+            loop = self._runner.get_loop()
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join()
         self._runner.close()
 
     async def _until_stopped(self, work: Awaitable[T]) -> T:

@@ -245,20 +245,42 @@ class Quota:
     _tally: Tally
     _counts: Counts
 
-    def __init__(self, rules: Rules, acceptance: AcceptanceRate, world: int) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        acceptance: AcceptanceRate,
+        world: int,
+        num_rounds: Callable[[], int],
+    ) -> None:
         self._rules = rules
         self._acceptance = acceptance
         self._world = world
+        self._num_rounds = num_rounds
         self._first: int | None = None
 
     @classmethod
     async def open(
-        cls, rules: Rules, acceptance: AcceptanceRate, peers: Peers, *, need: int, ready: int
+        cls,
+        rules: Rules,
+        acceptance: AcceptanceRate,
+        peers: Peers,
+        *,
+        need: int,
+        ready: int,
+        num_writing: int = 0,
+        num_rounds: Callable[[], int] = lambda: 1,
     ) -> Self:
-        quota = cls(rules, acceptance, peers.world)
+        """
+        Args:
+            need: groups of a round that each rank trains on; this one has `ready` of them, and writes `num_writing`.
+            num_rounds: how many rounds, this one and later ones, may be begun now.
+        """
+        quota = cls(rules, acceptance, peers.world, num_rounds)
         # Every rank starts its own share before it knows of any other.
-        quota._first = quota._room(quota._num_wanted(need, Counts(ready, 0, 0)), 0)
-        quota._tally = await peers.open_tally(need=need, ready=ready, starts=quota._first)
+        counts = Counts(ready, num_writing, num_writing)
+        quota._first = quota._room(quota._num_wanted(need, counts), num_writing)
+        starts = num_writing + quota._first
+        quota._tally = await peers.open_tally(need=need, ready=ready, starts=starts)
         quota._counts = await quota._tally.look()
         return quota
 
@@ -266,8 +288,11 @@ class Quota:
         """Return when the counts may say something new."""
         await self._tally.news()
 
-    async def finish(self, item: Finished) -> None:
-        await self._tally.add(kept=int(item.teaches or not self._rules.dynamic), in_flight=-1)
+    async def finish(self, items: Sequence[Finished], *, num_stale: int) -> None:
+        """Count groups that are whole. Those that are too old to be trained on count as never drawn."""
+        kept = sum(item.teaches or not self._rules.dynamic for item in items)
+        in_flight = -len(items) - num_stale
+        await self._tally.add(kept=kept, in_flight=in_flight, drawn=-num_stale)
 
     async def claim(self, *, num_writing: int) -> int | None:
         """Groups to start now beside the `num_writing` that this rank writes; None when its round is over."""
@@ -280,7 +305,7 @@ class Quota:
         for index in range(counts.finished - self._counts.finished):
             self._acceptance.observe(taught=index < num_taught)
         self._counts = counts
-        if self._rules.oversample > 1 and counts.kept >= self._tally.need:
+        if self._excess > 1 and counts.kept >= self._tally.need:
             return None
         wanted = self._num_wanted(self._tally.need, counts)
         if (
@@ -295,21 +320,23 @@ class Quota:
         """Where fewer prompts than needed can still teach, the draws that find those are all that is worth their time:
         the round fills up with what it has."""
         rules = self._rules
-        num_to_find = (
-            need
-            if rules.num_prompts is None
-            else min(need, self._acceptance.left(rules.num_prompts))
-        )
+        need = math.ceil(need * self._excess)
+        num_to_find = need
+        if rules.num_prompts is not None:
+            num_to_find = min(need, self._acceptance.left(rules.num_prompts))
         return num_to_draw(
             need=need,
             kept=counts.kept,
             in_flight=counts.in_flight,
             drawn=counts.drawn,
-            max_draws=max(need, num_to_find * rules.max_tries)
-            if rules.dynamic
-            else math.ceil(need * rules.oversample),
-            rate=(self._acceptance.rate if rules.dynamic else 1.0) / rules.oversample,
+            max_draws=max(need, num_to_find * rules.max_tries) if rules.dynamic else need,
+            rate=self._acceptance.rate if rules.dynamic else 1.0,
         )
+
+    @property
+    def _excess(self) -> float:
+        """Groups to have, whole or in flight, for each that the round needs."""
+        return max(self._rules.oversample, self._num_rounds())
 
     async def _take(self, wanted: int, num_writing: int) -> int:
         """This rank's part of the groups that all ranks want, less what other ranks took at the same moment."""
@@ -333,6 +360,7 @@ class LeftoverGroups:
 
     def __init__(self, *, max_age: int) -> None:
         self.waiting: list[Finished] = []
+        self.num_stale = 0  # groups that were too old to be trained on
         self._max_age = max_age  # policy versions
 
     def __len__(self) -> int:
@@ -353,11 +381,9 @@ class LeftoverGroups:
         """Remove all groups, and return those young enough for this version of the policy."""
         waiting, self.waiting = self.waiting, []
         oldest = version - self._max_age
-        return [
-            item
-            for item in waiting
-            if all(completion.policy_version >= oldest for completion in item.group.completions)
-        ]
+        young = [item for item in waiting if item.group.first_version >= oldest]
+        self.num_stale += len(waiting) - len(young)
+        return young
 
 
 @dataclass(frozen=True, slots=True)

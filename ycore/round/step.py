@@ -10,21 +10,19 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ycore.engine import Engine
-from ycore.errors import YcoreError
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import Slots
-from ycore.rollout.turns import CarryWriter, GroupStart, SingleTurnWriter
+from ycore.rollout.turns import GroupStart, SingleTurnWriter
 from ycore.round.curriculum import stats_of
+from ycore.round.in_flight import NOTHING, InFlight
 from ycore.round.journal import Committed, Journal, load_states, record_again, states_of
-from ycore.round.meters import RoundMeter, collect
+from ycore.round.meters import RoundMeter, collect, take
 from ycore.round.peers import GroupSummary, Peers, RankEventLoop, deal_groups
 from ycore.round.sampling import (
     AcceptanceRate,
@@ -75,6 +73,7 @@ class Controller:
         slots: Slots | None = None,
         writer: SingleTurnWriter | None = None,
         event_loop: RankEventLoop | None = None,
+        in_flight: InFlight | None = None,
         with_thinking: Callable[
             [Completion, Sequence[int]], Completion
         ] = lambda completion, prompt_ids: completion,
@@ -89,6 +88,7 @@ class Controller:
             slots: None for one slot an engine, without placement.
             writer: of completions; None for one turn, without tools.
             event_loop: of a controller over the same engines; None for a new one.
+            in_flight: holds the groups that newer weights go on with; None where a round ends with its last completion.
             with_thinking: says of a completion, which follows a prompt of these token ids, what of it is thinking.
         """
         self.record: Callable[[str, float], None] = lambda name, value: None
@@ -101,6 +101,7 @@ class Controller:
         self.slots = slots or Slots(len(engines))
         self.with_thinking = with_thinking
         self.writer = writer or SingleTurnWriter()
+        self.in_flight = in_flight
         self.leftover_groups = LeftoverGroups(max_age=max_surplus_age)
         self.acceptance = AcceptanceRate()
         self.lengths = ExpectedLengths()
@@ -118,9 +119,6 @@ class Controller:
         """Reasons why completions of the last round have no reward, with their numbers."""
         self.constraint_weights: list[float] | None = None
         """The weights that the last round is trained with; None without constraints."""
-        self._is_over = (
-            False  # the round: what engines still write is given back as far as it is
-        )
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """Scored groups for this rank, committed to the journal. Every rank calls this at the same step.
@@ -134,22 +132,23 @@ class Controller:
             YcoreError: an engine, a scorer or another rank failed.
         """
         committed = self.committed(step, num_groups)
-        if (
-            committed is not None
-        ):  # the run was killed after the commit: train on the very same completions
-            return self.take_again(committed)
-        with self.phase(SYNC):
-            self.sync_for_round(step)
-        return self.hand_over(self.make_round(step=step, num_groups=num_groups, version=step))
+        if committed is None:
+            with self.phase(SYNC):
+                if self.is_behind(step):
+                    self.sync(step)
+            committed = self.make_round(step=step, num_groups=num_groups, version=step)
+        return self.hand_over(committed)
 
     def make_round(self, *, step: int, num_groups: int, version: int) -> Committed:
-        """Have the engines, which hold this version, write the round of a step, and commit it."""
+        """Write the round of a step, and commit it.
+
+        Args:
+            version: that of the engines' weights, or the oldest that may write the round.
+        """
         with self.phase(ROUND):
             leftover = self.leftover_groups.take(version)
             work = self.fill(need=num_groups, ready=len(leftover), step=step)
             written = self.run_round(work, step=step)
-            if self.carrier is not None:
-                self.carrier.end_round(version)
             groups = self.deal([*leftover, *written], num_groups)
         return self.commit(step, groups)
 
@@ -163,28 +162,56 @@ class Controller:
         Returns:
             The groups that this rank finished, in the order of their draws.
         """
-        quota = await Quota.open(
-            self.rules, self.acceptance, self.peers, need=need, ready=ready
-        )
-        writing: list[asyncio.Task[Finished]] = []  # in the order of their draws
+        in_flight = self.in_flight
+        writing: dict[asyncio.Task[Finished], Draw] = {}  # in the order of their draws
+        if in_flight is not None:
+            writing = in_flight.groups
+            in_flight.begin_round(step)
         finished: list[Finished] = []
-        unfinished = [] if self.carrier is None else self.carrier.unfinished
-        self._is_over = False
-        async with ending(writing):
+        quota = await Quota.open(
+            self.rules,
+            self.acceptance,
+            self.peers,
+            need=need,
+            ready=ready,
+            num_writing=len(writing),
+            num_rounds=partial(self.num_rounds_from, step),
+        )
+        async with ending(writing if in_flight is None else ()):
             while (num_new := await quota.claim(num_writing=len(writing))) is not None:
-                for draw in self.next_draws(num_new, unfinished):
-                    writing.append(asyncio.create_task(self.group(draw, step=step)))
+                for draw in self.next_draws(num_new):
+                    writing[asyncio.create_task(self.group(draw, step=step))] = draw
                 # In order, what is drawn next follows from the groups drawn before, and not from which ends first.
-                awaited = writing[:1] if self.rules.in_order else writing
+                awaited = list(writing)[:1] if self.rules.in_order else list(writing)
                 done = await next_finished(awaited, quota.news())
-                writing[:] = [task for task in writing if task not in done]
-                for task in done:
-                    await quota.finish(task.result())
-                    finished.append(task.result())
-            if writing:  # there are groups enough without them
+                young = self.take_whole(writing, done, step)
+                await quota.finish(young, num_stale=len(done) - len(young))
+                finished += young
+        if in_flight is not None:  # there are groups enough without those that are not whole
+            if not in_flight.streams:
                 await self.halt()
-                finished += [task.result() for task in writing if task.done()]
+            finished += self.take_whole(
+                writing, [task for task in writing if task.done()], step
+            )
+            await in_flight.end_round()
         return sorted(finished, key=lambda item: item.group.draw.position)
+
+    def take_whole(
+        self,
+        writing: dict[asyncio.Task[Finished], Draw],
+        done: Sequence[asyncio.Task[Finished]],
+        step: int,
+    ) -> list[Finished]:
+        """Count groups that are whole, and return those that are not too old for this step."""
+        young = []
+        for task in done:
+            del writing[task]
+            item = task.result()
+            self.count(item.group)
+            if self.in_flight is None or self.in_flight.finish(item.group, step):
+                young.append(item)
+        self.leftover_groups.num_stale += len(done) - len(young)
+        return young
 
     async def group(self, draw: Draw, *, step: int) -> Finished:
         """Generate and score every completion of one prompt; scorers start as soon as a completion is written."""
@@ -214,9 +241,6 @@ class Controller:
             tuple(tuple(scores_R) for scores_R in scores_GR),
             greedy_scores_R=tuple(baseline[0][0]) if baseline else None,
         )
-        self.count(group)
-        if self.carrier is not None:
-            self.carrier.finish_group(draw)
         compared = compared_rewards(group, rules.reward_weights, rules.constraints)
         return Finished(group, rules.can_teach(group), stats_of(compared))
 
@@ -238,6 +262,21 @@ class Controller:
         prompt: Prompt,
         max_tokens: int | None = None,
     ) -> Completion:
+        """Have engines write after these tokens, as many as take them until the completion is whole."""
+        request = partial(self.request, greedy=greedy, prompt=prompt)
+        if self.in_flight is None:
+            return await request(token_ids, seed, max_tokens=max_tokens)
+        return await self.in_flight.write(request, token_ids, seed, max_tokens)
+
+    async def request(
+        self,
+        token_ids: Sequence[int],
+        seed: int,
+        *,
+        greedy: bool,
+        prompt: Prompt,
+        max_tokens: int | None = None,
+    ) -> Completion:
         """Have the engine of a slot write after these tokens."""
         options: dict[str, Any] = {}
         if max_tokens is not None:
@@ -245,7 +284,8 @@ class Controller:
         if prompt.images:
             options["prompt"] = prompt
         async with self.slots.turn(ROLLOUT, self.lengths.of(prompt.row)) as slot:
-            await self.unless_over()
+            if self.in_flight is not None and not self.in_flight.is_open:
+                return NOTHING
             completion = await slot.pick(self.engines).complete(
                 token_ids, seed, greedy=greedy, **options
             )
@@ -305,6 +345,8 @@ class Controller:
     def close(self) -> None:
         async def end() -> None:
             self.slots.close()
+            if self.in_flight is not None:
+                await self.in_flight.close()
             scorings = (self.scoring, *self._evaluation_scoring)
             await asyncio.gather(
                 *(scoring.close() for scoring in scorings), self.writer.close()
@@ -317,19 +359,18 @@ class Controller:
         """Load the policy's weights, as this version, into every engine, unless they hold them already."""
         if self._synced != version and self._share_weights is not None:
             folder = self._share_weights(version)
-
-            async def load() -> None:
-                await asyncio.gather(
-                    *(engine.load_weights(folder, version) for engine in self.engines)
-                )
-
-            self.run(load())
+            self.load(folder, version)
         self._synced = version
 
-    def sync_for_round(self, version: int) -> None:
-        """Call `sync` where the weights that the engines hold are `sync_every` versions old."""
-        if self._synced is None or version - self._synced >= self._sync_every:
-            self.sync(version)
+    def load(self, folder: Path, version: int) -> None:
+        self.run(self.load_engines(folder, version))
+
+    async def load_engines(self, folder: Path, version: int) -> None:
+        await asyncio.gather(*(engine.load_weights(folder, version) for engine in self.engines))
+
+    def is_behind(self, version: int) -> bool:
+        """Whether the engines' weights are `sync_every` versions old."""
+        return self._synced is None or version - self._synced >= self._sync_every
 
     def sample(
         self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]], *, version: int
@@ -338,8 +379,9 @@ class Controller:
 
         Returns a dict of `row`, `prompt`, `images` (sha256), `completion` and `finish_reason` for each prompt.
         """
+        self.rest()
         self.sync(version)
-        writer = self._writer_apart()
+        writer = self.writer
 
         async def complete(prompt: Prompt, token_ids: tuple[int, ...]) -> dict[str, Any]:
             start = await writer.start(Draw(prompt.row, prompt, token_ids))
@@ -364,16 +406,12 @@ class Controller:
         return self.run(write())
 
     async def halt(self) -> None:
-        """End the round: have the engines give back what they write, as far as it is."""
-        self._is_over = True
+        """Have the engines give back what they write, as far as it is, and begin no request."""
+        assert self.in_flight is not None
+        self.in_flight.pause()
         while any(engine.in_flight for engine in self.engines):
             await asyncio.gather(*(engine.abort() for engine in self.engines))
             await asyncio.sleep(_ABORT_EVERY_S)
-
-    async def unless_over(self) -> None:
-        """Never returns once the round is over: the caller's group is cancelled then."""
-        if self._is_over:
-            await asyncio.Event().wait()
 
     # -- a round's work and metrics ----------------------------------------------------------------------------------
 
@@ -394,7 +432,7 @@ class Controller:
             peers=self.peers,
             max_surplus_age=0,
             slots=self.slots,
-            writer=self._writer_apart(),
+            writer=self.writer,
             event_loop=self._event_loop,
             with_thinking=self.with_thinking,
         )
@@ -428,7 +466,14 @@ class Controller:
         self._metrics |= metrics
 
     def settle(self) -> None:
-        """Called at a step's end, before anything is measured or saved: return once no round is under way."""
+        """Called at a step's end, before anything is saved."""
+
+    def rest(self) -> None:
+        """Return once no round is under way, so that engines can be used for something else."""
+
+    def num_rounds_from(self, step: int) -> int:
+        """Return how many rounds may be begun, from the one of this step on."""
+        return 1
 
     def take_seconds(self) -> float:
         """Return the seconds that syncs and rounds took since the last call."""
@@ -436,10 +481,12 @@ class Controller:
         self._seconds = 0.0
         return seconds
 
-    def next_draws(self, number: int, unfinished: list[Draw]) -> list[Draw]:
-        """Return prompts to start: first from `unfinished` groups, which are removed from it, then new draws."""
-        again = unfinished[:number]
-        del unfinished[:number]
+    def next_draws(self, number: int) -> list[Draw]:
+        """Return prompts to start: first those of unfinished groups, then new draws."""
+        again: list[Draw] = []
+        if self.in_flight is not None:
+            again = self.in_flight.again[:number]
+            del self.in_flight.again[:number]
         new = [self.draws.draw() for _ in range(number - len(again))]
         self.meter.drawn += len(new)
         return [*again, *new]
@@ -462,21 +509,13 @@ class Controller:
             )
             self.note_all({"ycore/curriculum/dropped": draws.curriculum.num_dropped})
 
-    @property
-    def carrier(self) -> CarryWriter | None:
-        """The writer, where completions may take several rounds."""
-        return self.writer if isinstance(self.writer, CarryWriter) else None
-
-    def _writer_apart(self) -> SingleTurnWriter:
-        """Return a writer of completions that are not of the run's rounds."""
-        return self.writer if self.carrier is None else SingleTurnWriter()
-
     # -- journal and checkpoints -------------------------------------------------------------------------------------
 
     def committed(self, step: int, num_groups: int) -> Committed | None:
-        """Return the round of this step, where the journal has every rank's part of it, of so many groups.
+        """Return the round of this step from the journal, where every rank has its part, of so many groups.
 
-        Where it has none, this step's round is generated, and what the journal has of it and of later rounds goes.
+        The run was killed after the commit, and trains on the very same completions. The controller gets its state after
+        that round. Where there is none, the round is generated, and what the journal has of it and later ones goes.
         """
         if self._journal is None or self._generates:
             return None
@@ -486,25 +525,24 @@ class Controller:
             print(_OTHER_SIZE.format(step=step, old=old, new=num_groups), flush=True)
             committed = None
         num_ranks = self.peers.add_up([float(committed is not None)])
-        if num_ranks == [float(self.peers.world)]:
+        if committed is not None and num_ranks == [float(self.peers.world)]:
+            self.restore(committed.state)
             return committed
         # Before the deal, where the ranks meet: none has committed anything new yet.
         self._journal.forget_from(step)
         self._generates = True
         return None
 
-    def take_again(self, committed: Committed) -> list[Group]:
-        """Set the controller to its state after a committed round, and return that round's groups."""
-        self.restore(committed.state)
-        record_again(committed, self.record)
-        return self._groups_of(committed)
-
     def commit(self, step: int, groups: list[Group]) -> Committed:
         """Write the round to the journal before the optimizer sees it."""
         meters = [self.meter, *self.scoring.meters, *self.writer.meters]
+        if self.in_flight is not None:
+            meters.append(self.in_flight.meter)
         if self.rules.constraints is not None:
             meters.append(self.rules.constraints)
-        self.note_all(collect(meters, self.peers.add_up))
+        self.note_all(
+            collect(self._event_loop.run_alone(take(meters)), meters, self.peers.add_up)
+        )
         self.note_all(
             self.meter.own_metrics(
                 rate=self.acceptance.rate, syncs=self._share_weights is not None
@@ -518,12 +556,12 @@ class Controller:
         return Committed(groups, state, metrics, dict(self.meter.problems))
 
     def hand_over(self, committed: Committed) -> list[Group]:
-        """Record a new round's metrics, and return its groups."""
-        for name, value in committed.metrics.items():
-            self.record(name, value)
-        return self._groups_of(committed)
-
-    def _groups_of(self, committed: Committed) -> list[Group]:
+        """Record a round's metrics, and return its groups."""
+        if committed.is_replayed:
+            record_again(committed, self.record)
+        else:
+            for name, value in committed.metrics.items():
+                self.record(name, value)
         self.problems = committed.problems
         self.constraint_weights = committed.state["constraints"]
         return committed.groups
@@ -552,96 +590,3 @@ class Controller:
             Interrupted: on every rank, when any rank was asked to stop meanwhile.
         """
         return self._event_loop.run(work)
-
-
-# -- one step ahead ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """The round of `step`, and what the controller was before it."""
-
-    step: int
-    before: dict[str, Any]
-    work: "Future[Committed]"
-
-
-class ControllerAhead(Controller):
-    """Rounds one step ahead of training: while a step trains, the engines write the next one's round.
-
-    It is for a run of `num_steps` steps, each with a round, with engines that stay awake while the trainer trains.
-
-    The round of step s + 1 is written by version s, which the step s starts from (one-step off-policy; AReaL's eta = 1,
-    arXiv 2505.24298, equation 3). The first round of a run, and of one that went on after its last step, is written by
-    its own step's version. The loss corrects for the version by the log-probabilities that the engine recorded.
-
-    A round ahead runs in a thread, and every other use of the controller is between `settle` and the next
-    `next_round`. So a checkpoint comes after the commit of the round that follows it: the version that wrote this one
-    is gone by then. A stop lets the round under way end, since no later process could write it with the same weights.
-    """
-
-    def __init__(self, *, num_steps: int, **parts: Any) -> None:
-        super().__init__(**parts)
-        self._num_steps = num_steps
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="round-ahead")
-        self._abandoned = threading.Event()
-        self._ahead: _Ahead | None = None
-        self._is_under_way = False
-        self._waited_s = 0.0
-
-    def next_round(self, *, step: int, num_groups: int) -> list[Group]:
-        """Return the round generated during the previous step, and start generating the next one."""
-        began = time.perf_counter()
-        self.settle()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.step == step:
-            groups = self.hand_over(ahead.work.result())
-        else:
-            groups = super().next_round(step=step, num_groups=num_groups)
-        if step + 1 < self._num_steps and self.committed(step + 1, num_groups) is None:
-            self._begin(step + 1, num_groups, version=step)
-        self._waited_s += time.perf_counter() - began
-        return groups
-
-    def _begin(self, step: int, num_groups: int, *, version: int) -> None:
-        before = states_of(self)
-        with self.phase(SYNC):
-            self.sync_for_round(version)
-        self._is_under_way = True
-        self._event_loop.ends_at = self._abandoned
-        work = self._thread.submit(
-            self.make_round, step=step, num_groups=num_groups, version=version
-        )
-        self._ahead = _Ahead(step, before, work)
-
-    def settle(self) -> None:
-        """Wait for the round ahead; its error is raised here, with its step."""
-        if self._ahead is None or not self._is_under_way:
-            return
-        began = time.perf_counter()
-        try:
-            self._ahead.work.result()
-        except YcoreError as error:
-            raise type(error)(
-                f"the round of step {self._ahead.step}, one ahead: {error}"
-            ) from error
-        finally:
-            self._is_under_way = False
-            self._event_loop.ends_at = self.stop
-            waited = time.perf_counter() - began
-            self._waited_s += waited
-        self.record("ycore/time/waited", waited)
-
-    def take_seconds(self) -> float:
-        """Seconds that training waited for rounds and syncs since the last call."""
-        seconds, self._waited_s = self._waited_s, 0.0
-        return seconds
-
-    def state(self) -> dict[str, Any]:
-        """At the end of the last step: without the round ahead, which the journal has."""
-        return states_of(self) if self._ahead is None else self._ahead.before
-
-    def close(self) -> None:
-        self._abandoned.set()
-        self._thread.shutdown()
-        super().close()

@@ -81,8 +81,8 @@ class TraceWriter:
     def flush(self) -> None:
         if self.path is None or not self._lines:
             return
-        text = "".join(line + ",\n" for line in self._lines)
-        self._lines = []
+        lines, self._lines = self._lines, []  # another thread may add meanwhile
+        text = "".join(line + ",\n" for line in lines)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         with os.fdopen(descriptor, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # ranks write to one file

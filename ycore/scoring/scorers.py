@@ -143,8 +143,9 @@ def check_images(config: RunConfig) -> None:
     }
     if config.has_turns:
         problems["a run with tools, an environment or an agent"] = "writes prompts of text"
-    if config.sampling.oversample > 1:
-        problems["a run with --oversample"] = "goes on with what was written after text only"
+    if config.streams or config.sampling.oversample > 1:
+        option = "--max-staleness above 1" if config.streams else "--oversample"
+        problems[f"a run with {option}"] = "goes on with what was written after text only"
     if config.algorithm not in ("grpo", "rloo", "eval"):
         problems[f"ycore {config.algorithm}"] = (
             "has parts that read text only; take ycore grpo or ycore rloo"

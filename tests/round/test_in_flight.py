@@ -2,18 +2,24 @@
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ycore.engine import Engine
-from ycore.rollout.turns import ABORTED, CarryWriter, joined
+from ycore.errors import EngineError
+from ycore.rollout.turns import ABORTED, joined
+from ycore.round.ahead import ControllerAhead
+from ycore.round.in_flight import InFlight
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
-from ycore.round.step import Controller, ControllerAhead
+from ycore.round.step import Controller
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Group, Prompt, Score
 
@@ -109,9 +115,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
         *,
         oversample: float = 2.0,
         max_age: int = 99,
-        ahead: bool = False,
+        max_staleness: int = 0,
         **more: Any,
     ) -> Controller:
+        rules = Rules(group_size=2, seed=1, reward_weights=(1.0,), oversample=oversample)
         parts: dict[str, Any] = {
             "engines": [TickingEngine()],
             "scoring": Scoring([((0,), Numbered())]),
@@ -121,16 +128,23 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 encode=lambda prompt: (prompt.row + 1,),
                 max_prompt_tokens=2,
             ),
-            "rules": Rules(group_size=2, seed=1, reward_weights=(1.0,), oversample=oversample),
+            "rules": rules,
             "peers": Peers(),
             "share_weights": lambda version: tmp_path,
             "journal": Journal(tmp_path / folder, rank=0),
-            "writer": CarryWriter(
-                lambda ids: " ".join(map(str, ids)), max_tokens=MAX_TOKENS, max_age=max_age
+            "in_flight": InFlight(
+                lambda ids: " ".join(map(str, ids)),
+                max_tokens=MAX_TOKENS,
+                max_age=max_age,
+                rules=rules,
+                streams=max_staleness > 1,
             ),
             **more,
         }
-        one = ControllerAhead(num_steps=99, **parts) if ahead else Controller(**parts)
+        make_one = Controller
+        if max_staleness:
+            make_one = partial(ControllerAhead, num_steps=99, max_staleness=max_staleness)
+        one = make_one(**parts)
         made.append(one)
         return one
 
@@ -183,14 +197,17 @@ def test_no_group_is_lost_or_comes_twice_and_the_long_ones_come_too(make: Make) 
     controller = make()
     rounds = take(controller, range(12))
     trained = [group.draw.position for groups in rounds for group in groups]
-    left = [draw.position for draw in controller.writer.unfinished]
+    left = [draw.position for draw in controller.in_flight.unfinished]
     kept = [item.group.draw.position for item in controller.leftover_groups.waiting]
     assert sorted([*trained, *left, *kept]) == list(range(controller.draws.cursor))
     assert max(expected_length(group) for groups in rounds for group in groups) > 30
 
 
 def test_a_round_is_over_before_its_longest_completion(make: Make) -> None:
-    first, level = take(make("a"), [0])[0], take(make("b", oversample=1.0, writer=None), [0])[0]
+    first, level = (
+        take(make("a"), [0])[0],
+        take(make("b", oversample=1.0, in_flight=None), [0])[0],
+    )
     assert max(map(expected_length, first)) < max(map(expected_length, level))
 
 
@@ -202,19 +219,19 @@ def test_a_continued_completion_has_a_seed_of_its_own(make: Make) -> None:
     assert len({*engine.seeds}) == len(engine.seeds) > 8 * NEED * 2
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_kill_loses_none_of_the_pool(make: Make, ahead: bool) -> None:
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_kill_loses_none_of_the_pool(make: Make, max_staleness: int) -> None:
     """The pool is in each round's record. What is written after it depends on when engines are told to stop."""
-    first = make(ahead=ahead)
+    first = make(max_staleness=max_staleness)
     rounds = take(first, range(4))
-    again = make(ahead=ahead)
+    again = make(max_staleness=max_staleness)
     assert take(again, range(4)) == rounds
     pool = again.state()["unfinished_groups"]
     waiting = {group["draw"]["position"] for group in pool}
     assert waiting and pool == first.state()["unfinished_groups"]
     later = take(again, range(4, 12))
     assert waiting <= {group.draw.position for groups in later for group in groups} | {
-        draw.position for draw in again.writer.unfinished
+        draw.position for draw in again.in_flight.unfinished
     }
 
 
@@ -224,7 +241,10 @@ def test_the_pool_is_plain_json_and_comes_back_from_a_checkpoint(make: Make) -> 
     state = json.loads(json.dumps(first.state()))
     again = make("other")
     again.restore(state)
-    assert again.writer.state_dict() == first.writer.state_dict() and again.writer.unfinished
+    assert (
+        again.in_flight.state_dict() == first.in_flight.state_dict()
+        and again.in_flight.unfinished
+    )
 
 
 def test_what_is_too_old_begins_anew(make: Make) -> None:
@@ -238,26 +258,20 @@ def test_what_is_too_old_begins_anew(make: Make) -> None:
     assert recorded["ycore/carried/dropped"] > 0 and recorded["ycore/carried/tokens"] > 0
 
 
-def test_the_metrics_tell_what_was_carried_and_how_long_what_was_begun_already_is(
-    make: Make,
-) -> None:
+def test_the_metrics_tell_what_was_carried(make: Make) -> None:
     controller = make()
     recorded: dict[str, float] = {}
     controller.record = recorded.__setitem__
-    (groups,) = take(controller, [0])
+    take(controller, [0])
     begun = [
         len(one["token_ids"])
-        for group in controller.writer.state_dict()
+        for group in controller.in_flight.state_dict()
         for one in group["begun"].values()
+        if one["finish_reason"] == ABORTED
     ]
-    left = [item.group for item in controller.leftover_groups.waiting]
-    whole = [len(one.token_ids) for one in completions([groups, left])]
-    assert recorded["ycore/carried/groups"] == len(controller.writer.unfinished) > 0
-    assert (
-        recorded["ycore/carried/mean_length"]
-        >= sum([*whole, *begun]) / len([*whole, *begun]) - 1e-9
-    )
-    assert recorded["ycore/carried/tokens"] <= sum(begun)
+    assert recorded["ycore/carried/groups"] == len(controller.in_flight.unfinished) > 0
+    assert recorded["ycore/carried/completions"] == len([num for num in begun if num])
+    assert recorded["ycore/carried/tokens"] == sum(begun)
 
 
 def test_what_two_versions_wrote_is_one_completion() -> None:
@@ -270,3 +284,147 @@ def test_what_two_versions_wrote_is_one_completion() -> None:
     nothing = Completion((), (), "", ABORTED, 5)
     assert joined(begun, nothing, decode).first_version == 3
     assert joined(joined(begun, nothing, decode), rest, decode).segments == ((2, 3),)
+
+
+# -- a stream ----------------------------------------------------------------------------------------------------------
+
+
+def train(controller: Controller, steps: Sequence[int]) -> list[list[Group]]:
+    """Take rounds as a trainer does that needs some time for each step."""
+    rounds = []
+    for step in steps:
+        rounds.append(controller.next_round(step=step, num_groups=NEED))
+        controller.settle()
+        time.sleep(0.02)
+    return rounds
+
+
+def stream(make: Make, folder: str = "journal", **more: Any) -> Controller:
+    engine = TickingEngine(tick_s=0.002)
+    return make(
+        folder,
+        max_staleness=3,
+        max_age=3,
+        oversample=1.0,
+        engines=[engine],
+        max_surplus_age=3,
+        **more,
+    )
+
+
+def test_in_a_stream_no_token_is_older_than_its_step_allows_and_each_has_its_version(
+    make: Make,
+) -> None:
+    rounds = train(stream(make), range(12))
+    for step, groups in enumerate(rounds):
+        for completion in (one for group in groups for one in group.completions):
+            start = 0
+            for end, version in completion.versions:
+                assert {*completion.token_ids[start:end]} == {version}
+                assert step - 3 <= version <= step
+                start = end
+            assert completion.logprobs == tuple(
+                -float(1 + number) for number in range(len(completion.token_ids))
+            )
+    assert any(one.segments for one in completions(rounds)), "nothing met new weights"
+
+
+def test_a_stream_trains_on_every_group_once_or_counts_it_as_too_old(make: Make) -> None:
+    controller = stream(make)
+    recorded: dict[str, float] = {}
+    controller.record = lambda name, value: recorded.__setitem__(
+        name, recorded.get(name, 0.0) + value
+    )
+    rounds = train(controller, range(12))
+    controller.rest()
+    ahead = [
+        group
+        for future in controller._rounds.values()  # type: ignore[attr-defined]
+        for group in future.result().groups
+    ]
+    positions = [group.draw.position for groups in [*rounds, ahead] for group in groups]
+    positions += [draw.position for draw in controller.in_flight.unfinished]
+    positions += [item.group.draw.position for item in controller.leftover_groups.waiting]
+    assert len({*positions}) == len(positions)
+    missing = controller.draws.cursor - len(positions)
+    assert missing == controller.leftover_groups.num_stale
+    assert recorded["ycore/sampling/stale"] <= missing
+
+
+def test_a_stream_keeps_the_engine_busy_while_a_step_trains(make: Make) -> None:
+    controller = stream(make)
+    controller.next_round(step=0, num_groups=NEED)
+    (engine,) = controller.engines
+    idle = 0
+    for step in range(1, 8):
+        for _ in range(10):
+            time.sleep(0.002)
+            idle += engine.in_flight == 0
+        controller.next_round(step=step, num_groups=NEED)
+    assert idle <= 7, f"idle at {idle} of 70 looks"
+
+
+@pytest.mark.parametrize("last", [0, 3, 6])
+def test_a_stream_that_is_killed_repeats_what_was_committed(make: Make, last: int) -> None:
+    first = stream(make)
+    rounds = train(first, range(last + 1))
+    saved = json.loads(json.dumps(first.state()))
+    first.rest()
+    ahead = {
+        step: future.result().groups
+        for step, future in first._rounds.items()  # type: ignore[attr-defined]
+    }
+    assert ahead
+    again = stream(make)
+    assert train(again, range(last + 1)) == rounds
+    assert again.state() == saved
+    resumed = stream(make)
+    resumed.restore(saved)
+    for step, groups in ahead.items():
+        assert resumed.next_round(step=step, num_groups=NEED) == groups
+    later = train(resumed, range(max(ahead) + 1, last + 8))
+    trained = [
+        group.draw.position for groups in [*rounds, *ahead.values(), *later] for group in groups
+    ]
+    assert len({*trained}) == len(trained), "a group came twice"
+
+
+def test_rounds_are_begun_no_earlier_than_training_needs_them(make: Make) -> None:
+    """An engine that is faster than the trainer stays one version behind it, whatever the limit."""
+    controller = stream(make)
+    ages = []
+    for step in range(10):
+        groups = controller.next_round(step=step, num_groups=NEED)
+        ages += [step - one.first_version for group in groups for one in group.completions]
+        controller.rest()  # training takes longer than writing
+    assert max(ages[6 * NEED :]) <= 2
+
+
+def test_an_error_in_a_stream_ends_the_run_with_its_step(make: Make) -> None:
+    controller = stream(make)
+    train(controller, range(2))
+
+    async def fail(*_: Any, **__: Any) -> Completion:
+        raise EngineError("scripted: gone")
+
+    controller.engines[0].complete = fail  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match=r"the round of step \d+: scripted: gone"):
+        train(controller, range(2, 9))
+
+
+def test_a_stream_is_closed_while_groups_are_in_flight(make: Make) -> None:
+    controller = stream(make)
+    train(controller, range(2))
+    controller.close()
+    controller.close = lambda: None  # type: ignore[method-assign]  # the fixture's
+    assert not [thread for thread in threading.enumerate() if thread.name == "rounds"]
+
+
+def test_deterministic_rounds_two_ahead_have_one_version_each(make: Make) -> None:
+    def versions_of_rounds() -> list[set[int]]:
+        controller = make(max_staleness=2, oversample=1.0, in_flight=None, journal=None)
+        return [{*one.versions} for one in completions(train(controller, range(6)))]
+
+    written = versions_of_rounds()
+    assert written == versions_of_rounds()
+    assert {version for ((_, version),) in written} == {0, 1, 2, 3}

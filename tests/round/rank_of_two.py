@@ -247,7 +247,7 @@ def stream(peers: TorchPeers, folder: Path) -> dict[str, Any]:
         max_age=3,
         streams=True,
     )
-    engine = TickingEngine(tick_s=0.003 * (1 + peers.rank))
+    engine = TickingEngine(tick_s=0.01 * (1 + peers.rank))
     rounds = make_rounds(peers, engine, folder, make=make, dynamic=True, max_tries=8)
     seen, versions = [], []
     try:

@@ -19,7 +19,7 @@ from ycore.placement.slots import Slots
 from ycore.rollout.turns import completion_seed
 from ycore.round.meters import RoundMeter
 from ycore.round.peers import Peers
-from ycore.round.sampling import DrawSource, LeftoverGroups, Rules
+from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.scoring.reward_pool import RewardPool
 from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
@@ -320,7 +320,7 @@ def test_an_engine_that_breaks_is_one_plain_error(
 
 
 def test_a_step_whose_every_score_failed_ends_the_run(folder: Path) -> None:
-    meter = RoundMeter([], Peers(), LeftoverGroups(max_age=1))
+    meter = RoundMeter([], Peers(), [])
     failed = Score(None, problem="raised ValueError: no key")
     draw = Draw(0, prompts(1)[0], (1,))
     written = Completion((1,), None, "a", "stop", 0)

@@ -1,6 +1,6 @@
 """From a run's folder to the parts of its controller: prompts, engines, scorers, slots."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -18,9 +18,7 @@ from ycore.engine.sight import Sight, load_sight
 from ycore.errors import DataError
 from ycore.placement.slots import Slots
 from ycore.rollout.writers import RunDialogues, build_writer
-from ycore.round.ahead import ControllerAhead
-from ycore.round.curriculum import Curriculum
-from ycore.round.in_flight import InFlight
+from ycore.round.ahead import controller_of
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.rank_engines import EngineList, RankEngines, sampling_of
@@ -32,9 +30,6 @@ from ycore.scoring.judge_scorer import judge_questions
 from ycore.scoring.scorers import build_scoring, trains_a_judge
 from ycore.scoring.scoring import Policy, Scoring
 from ycore.types import THOUGHT_TAG, Completion, Prompt, opens_thinking
-
-_CARRY_AGE = 4
-"""Policy versions by which a completion that goes on in a later round may lag behind with its first token."""
 
 
 @dataclass(frozen=True)
@@ -64,32 +59,20 @@ class Assembly:
         """Return a controller over `engines`, slot by slot; what is not given follows from the run's config."""
         config = self.config
         peers = peers or Peers()
-        rules = rules or self._rules_of_rank(engines)
-        in_flight = None if journal is None else self._in_flight(rules)
-        max_surplus_age = config.sampling.max_age
-        if in_flight is not None:
-            max_surplus_age = max(max_surplus_age, in_flight.max_age)
         if slots is None and config.given_pairs:
             slots = Slots(self._rank.num_slots)
-        make: Callable[..., Controller] = Controller
-        if config.sampling.max_staleness and journal is not None:
-            make = partial(
-                ControllerAhead,
-                num_steps=config.steps,
-                max_staleness=config.sampling.max_staleness,
-            )
-        return make(
+        return controller_of(
+            config,
+            journal,
+            partial(self.tokenizer.decode, skip_special_tokens=True),
             engines=engines,
             scoring=self._scoring(engines),
             draws=draws or self.draws(Shard(peers.rank, peers.world)),
-            rules=rules,
+            rules=rules or self._rules_of_rank(engines),
             peers=peers,
             share_weights=share_weights,
             sync_every=max(1, config.sync_every),
-            journal=journal,
-            max_surplus_age=max_surplus_age,
             slots=slots,
-            in_flight=in_flight,
             with_thinking=self.with_thinking,
             writer=build_writer(
                 config,
@@ -98,19 +81,6 @@ class Assembly:
                 self.dialogues,
                 max_prompt_tokens=self.max_prompt_tokens,
             ),
-        )
-
-    def _in_flight(self, rules: Rules) -> InFlight | None:
-        """Return what holds the groups that newer weights go on with; None where a run has none."""
-        config = self.config
-        if not config.streams and rules.oversample == 1:
-            return None
-        return InFlight(
-            partial(self.tokenizer.decode, skip_special_tokens=True),
-            max_tokens=config.max_tokens,
-            max_age=config.sampling.max_staleness if config.streams else _CARRY_AGE,
-            rules=rules,
-            streams=config.streams,
         )
 
     def evaluation(self, controller: Controller) -> Controller | None:
@@ -225,14 +195,12 @@ class Assembly:
 
     def draws(self, shard: Shard = WHOLE) -> DrawSource:
         """Return a rank's prompts in the run's order; an evaluation asks each once, in the order of the rows."""
-        evaluates = self.config.algorithm == "eval"
-        return DrawSource(
+        return DrawSource.of_run(
+            self.config,
             self.prompts.prompts,
-            seed=None if evaluates else self.config.seed,
             encode=self.encode,
             max_prompt_tokens=self.max_prompt_tokens,
             shard=shard,
-            curriculum=None if evaluates else Curriculum.of(self.config, self.prompts.prompts),
         )
 
     def rules(self, *, num_engines: float = 1) -> Rules:

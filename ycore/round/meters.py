@@ -3,14 +3,13 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 
 from ycore.engine import Engine
 from ycore.errors import RunError
 from ycore.foreign import CHANGED_TEXTS
 from ycore.placement.slots import AddUp
 from ycore.round.peers import Peers
-from ycore.round.sampling import LeftoverGroups
 from ycore.run.metrics import Meter
 from ycore.scoring.group_rewards import total_reward
 from ycore.types import Group
@@ -41,7 +40,7 @@ class RoundMeter:
         self,
         engines: Sequence[Engine],
         peers: Peers,
-        leftover_groups: LeftoverGroups,
+        leftover_groups: Sized,
         environments: Sequence[str] = (),
     ) -> None:
         self._engines = engines
@@ -49,12 +48,12 @@ class RoundMeter:
         self._leftover_groups = leftover_groups
         self._environments = environments
         self._bytes_reported = peers.bytes_sent
-        self._restarts_reported = self._stale_reported = 0
+        self._restarts_reported = 0
         self.requires_scores = True  # a preflight reports a step without any
         self.begin()
 
     def begin(self) -> None:
-        self.drawn = self.num_tokens = self.num_masked = 0
+        self.drawn = self.stale = self.num_tokens = self.num_masked = 0
         # Of all completions, then of those in each of several environments.
         self.rewards: dict[str, list[float]] = {name: [] for name in ("", *self._environments)}
         self.problems: Counter[str] = Counter()
@@ -84,8 +83,6 @@ class RoundMeter:
         self._bytes_reported += moved
         restarts = sum(engine.restarts for engine in self._engines) - self._restarts_reported
         self._restarts_reported += restarts
-        stale = self._leftover_groups.num_stale - self._stale_reported
-        self._stale_reported += stale
         counts: list[float] = [self.num_tokens, self.num_masked, self.problems.total()]
         counts += [
             self.drawn,
@@ -93,7 +90,7 @@ class RoundMeter:
             moved,
             restarts,
             CHANGED_TEXTS.take(),
-            stale,
+            self.stale,
         ]
         for rewards in self.rewards.values():
             # Exact, so that the order in which groups finish does not matter.

@@ -360,7 +360,6 @@ class LeftoverGroups:
 
     def __init__(self, *, max_age: int) -> None:
         self.waiting: list[Finished] = []
-        self.num_stale = 0  # groups that were too old to be trained on
         self._max_age = max_age  # policy versions
 
     def __len__(self) -> int:
@@ -381,9 +380,7 @@ class LeftoverGroups:
         """Remove all groups, and return those young enough for this version of the policy."""
         waiting, self.waiting = self.waiting, []
         oldest = version - self._max_age
-        young = [item for item in waiting if item.group.first_version >= oldest]
-        self.num_stale += len(waiting) - len(young)
-        return young
+        return [item for item in waiting if item.group.first_version >= oldest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +428,13 @@ class DrawSource:
             if self.seed is None
             else PromptOrder(seed=self.seed, num_rows=len(self.prompts))
         )
+
+    @classmethod
+    def of_run(cls, config: RunConfig, prompts: Sequence[Prompt], **settings: Any) -> Self:
+        if config.algorithm == "eval":
+            return cls(prompts, seed=None, **settings)
+        curriculum = Curriculum.of(config, prompts)
+        return cls(prompts, seed=config.seed, curriculum=curriculum, **settings)
 
     def row_at(self, position: int) -> int:
         return (

@@ -146,9 +146,11 @@ class Controller:
             version: that of the engines' weights, or the oldest that may write the round.
         """
         with self.phase(ROUND):
+            num_waiting = len(self.leftover_groups)
             leftover = self.leftover_groups.take(version)
             work = self.fill(need=num_groups, ready=len(leftover), step=step)
             written = self.run_round(work, step=step)
+            self.meter.stale += num_waiting - len(leftover)
             groups = self.deal([*leftover, *written], num_groups)
         return self.commit(step, groups)
 
@@ -210,7 +212,7 @@ class Controller:
             self.count(item.group)
             if self.in_flight is None or self.in_flight.finish(item.group, step):
                 young.append(item)
-        self.leftover_groups.num_stale += len(done) - len(young)
+        self.meter.stale += len(done) - len(young)
         return young
 
     async def group(self, draw: Draw, *, step: int) -> Finished:

@@ -270,6 +270,14 @@ def test_where_every_scored_completion_teaches() -> None:
             "tools, environments and agents answer within one; leave",
         ),
         (
+            {"sampling": {"max_staleness": 2}, "advantage": "remax"},
+            "remax compares with a greedy one of the same weights; leave it out",
+        ),
+        (
+            {"sampling": {"max_staleness": 2, "oversample": 1.5}},
+            "--max-staleness 2 keeps engines busy from round to round; leave --oversample out",
+        ),
+        (
             {"sampling": {"oversample": 1.5}, "advantage": "remax"},
             "remax compares with a greedy one of the same weights",
         ),

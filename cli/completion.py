@@ -123,7 +123,7 @@ def _values() -> dict[str, Sequence[str]]:
         "words": sorted(name.removesuffix(".md") for name in pages if name.endswith(".md")),
         **dict.fromkeys(("recipe", "file"), recipes),
         **dict.fromkeys(("reward", "eval_reward", "constraint"), (*BUILTIN, CODE)),
-        **dict.fromkeys(("run", "runs", "model", "replay", "teacher", "against"), ("RUNS",)),
+        **dict.fromkeys(("run", "runs", "model", "replay", "teacher"), ("RUNS",)),
     }
 
 

@@ -35,12 +35,6 @@ Ask = Annotated[
     list[str] | None,
     typer.Option("--prompt", help="Say this and end; may be repeated; e.g. 'Hello.'"),
 ]
-Against = Annotated[
-    str | None,
-    typer.Option(
-        "--against", metavar="MODEL", help="Another run or model, side by side; e.g. runs/b."
-    ),
-]
 SystemPrompt = Annotated[
     str | None,
     typer.Option(
@@ -73,7 +67,6 @@ Private = Annotated[
 
 def chat(
     model: Name = None,
-    against: Against = None,
     prompt: Ask = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.7,
@@ -81,47 +74,37 @@ def chat(
     system_prompt: SystemPrompt = None,
     best: Best = False,
 ) -> None:
-    """Talk to a run's model, or to two side by side. Ctrl-D ends.
+    """Talk to a run's model. Ctrl-D ends.
 
     The conversation begins with the system prompt and the examples that the run trained with.
 
     \b
+    ycore chat runs/quickstart
     ycore chat runs/quickstart --prompt 'What is 3 + 4?' --temperature 0
-    ycore chat runs/quickstart --against smollm2-135m
     """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from ycore.api import trained
     from ycore.api.trained import Chat, ChatSettings
 
     model = _named(model, "chat", best=best)
-    names = [model] if against is None else [model, against]
-    folders = [trained.language_model(name, best=best and name == model) for name in names]
-    before = [trained.turns_before(name, system_prompt=system_prompt) for name in names]
-    chats: list[Chat] = []
-    for name, folder, turns in zip(names, folders, before, strict=True):
-        settings = ChatSettings(
-            max_tokens, temperature, seed, turns, trained.template_arguments(name)
-        )
-        with working(f"loading {name}"):
-            chats.append(Chat(folder, settings))
+    settings = ChatSettings(
+        max_tokens,
+        temperature,
+        seed,
+        trained.turns_before(model, system_prompt=system_prompt),
+        trained.template_arguments(model),
+    )
+    folder = trained.language_model(model, best=best)
+    with working(f"loading {model}"):
+        conversation = Chat(folder, settings)
     is_asked = sys.stdin.isatty() and not prompt
     if is_asked:
-        print_line(f"{' and '.join(names)}; Ctrl-D ends")
+        print_line(f"{model}; Ctrl-D ends")
     for text in prompt or _typed(is_asked):
-        if against is None:
-            with quiet():
-                chats[0].say(
-                    text, show=lambda words: print(printable(words), end="", flush=True)
-                )
-            print(flush=True)
-            continue
-        answers = [chat.say(text) for chat in chats]
-        table = Table(*names, title=Text(printable(text)), title_justify="left")
-        table.add_row(*(Text(printable(answer.strip())) for answer in answers))
-        Console().print(table)
+        with quiet():
+            conversation.say(
+                text, show=lambda words: print(printable(words), end="", flush=True)
+            )
+        print(flush=True)
 
 
 def _named(model: str | None, command: str, *, best: bool) -> str:

@@ -233,7 +233,7 @@ sys.meta_path.insert(0, Slow())
         ("gpro", "no such command 'gpro'; did you mean 'grpo'?"),
         ("zzz", "no such command 'zzz'; see `ycore --help`"),
         ("docs --jsn", "no option --jsn; see `ycore docs --help`"),
-        ("chat --agianst x", "no option --agianst; did you mean '--against'?"),
+        ("chat --promt x", "no option --promt; did you mean '--prompt'?"),
         ("--verson", "no option --verson; did you mean '--version'?"),
     ],
 )

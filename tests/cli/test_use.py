@@ -156,14 +156,6 @@ def test_a_form_that_is_none_is_refused_in_our_words(
     assert capfd.readouterr() == ("", error)
 
 
-def test_of_two_models_each_has_its_own_runs_prompt(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["chat", "a", "--against", "b", "--system-prompt", "", "--prompt", "2"]) == 0
-    row = capsys.readouterr().out.splitlines()[-2]
-    assert [cell.strip() for cell in row.strip("│").split("│")] == ["1|1|2", "2"]
-
-
 @pytest.mark.parametrize(
     ("name", "called"),
     [(".", "b"), ("../b", "b"), ("../latest", "latest"), ("v1.5", "v1.5"), ("me/sums", "sums")],

@@ -5,7 +5,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number
+from ycore.run.metrics import REWARD, Row, number
 from ycore.run.text import printable
 
 Points = tuple[list[float], list[float]]
@@ -13,24 +13,6 @@ Points = tuple[list[float], list[float]]
 
 BLUE, GREY, GREEN = "#2456a6", "#8a8f98", "#3f8f5f"
 HELD_OUT, HELD_OUT_LOSS = "ycore/eval/reward", "ycore/eval/loss"
-
-# Beneath the curve, left and right: of each panel the first series that the run has, and its title.
-_BENEATH_A_REWARD = (
-    {"completions/mean_length": "completion length (tokens)"},
-    {STEP_SECONDS[0]: "seconds a step"},
-)
-_BENEATH_A_LOSS = (
-    {
-        "rewards/accuracies": "pairs in the right order",
-        "accuracy": "pairs in the right order",
-        "mean_token_accuracy": "tokens predicted",
-    },
-    {
-        "rewards/margins": "margin of the implicit rewards",
-        "margin": "margin of the rewards",
-        "learning_rate": "learning rate",
-    },
-)
 
 
 # -- for every figure --------------------------------------------------------------------------------------------------
@@ -100,25 +82,14 @@ def draw_curve(metrics: Sequence[Row], path: Path, title: str) -> bool:
     if not has_reward and not points(metrics, "loss")[0]:
         return False
     figure = new_figure(12, 7)
-    grid = figure.add_gridspec(2, 2, height_ratios=(2.2, 1))
-    main = figure.add_subplot(grid[0, :])
-    left = figure.add_subplot(grid[1, 0])
-    right = figure.add_subplot(grid[1, 1])
+    axes = figure.add_subplot()
+    held_out = HELD_OUT if has_reward else HELD_OUT_LOSS
+    _draw_held_out(axes, metrics, held_out)
     if has_reward:
-        _draw_held_out(main, metrics, HELD_OUT)
-        _draw_main(main, points(metrics, *REWARD), "reward")
+        _draw_main(axes, points(metrics, *REWARD), "reward")
     else:
-        _draw_held_out(main, metrics, HELD_OUT_LOSS)
-        _draw_main(main, points(metrics, "loss"), "loss")
-    beneath = _BENEATH_A_REWARD if has_reward else _BENEATH_A_LOSS
-    for axes, titles in zip((left, right), beneath, strict=True):
-        name = next((name for name in titles if points(metrics, name)[0]), None)
-        axes.set_visible(name is not None)
-        if name is not None:
-            axes.plot(*points(metrics, name), color=GREY, linewidth=1.5)
-            axes.set_title(titles[name], fontsize=11, loc="left")
-    for axes in figure.axes:
-        style(axes)
+        _draw_main(axes, points(metrics, "loss"), "loss")
+    style(axes)
     figure.suptitle(literal(title), fontsize=14, fontweight="bold", x=0.01, ha="left")
     save_png(figure, path)
     return True

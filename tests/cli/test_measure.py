@@ -311,7 +311,6 @@ def test_two_models_are_compared_on_the_same_prompts(
     gap = compared["differences"][f"{place}/other"]
     assert gap["num_prompts"] == 6 and gap["reward/low"] <= gap["reward"] <= gap["reward/high"]
     assert gap["reward"] == pytest.approx(other["reward"] - first["reward"])
-    assert len((place / "side/differences.jsonl").read_text().splitlines()) == 6
 
 
 @pytest.mark.parametrize(("given", "group"), [(None, "both"), ("family", "family")])

@@ -1,4 +1,4 @@
-"""Several evaluations on the same prompts: what is read from their folders, paired differences, the table, the file."""
+"""Several evaluations on the same prompts: what is read from their folders, paired differences, the table."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,6 @@ from ycore.evaluation.side_by_side import (
     difference,
     read_evaluation,
     table_lines,
-    write_differences,
 )
 
 
@@ -37,11 +36,7 @@ def folder_of(place: Path, name: str, rewards: list[list[list[float | None]]]) -
 def test_a_prompts_figures_are_those_of_its_completions(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "a", [[[1.0, 0.5], [0.0, None]], [[None, None], [None, None]]])
     answers = read_evaluation(folder, [1.0, 2.0])
-    assert (answers[0].reward, answers[0].right, answers[0].completions) == (
-        1.0,
-        0.5,
-        ("a 0", "a 1"),
-    )
+    assert (answers[0].reward, answers[0].right) == (1.0, 0.5)
     assert (answers[1].reward, answers[1].right) == (
         None,
         0.0,
@@ -73,17 +68,6 @@ def test_a_prompt_that_one_could_not_be_scored_on_is_in_no_difference_of_rewards
     assert (found["reward"], found["pass@1"]) == (1.0, 1.0)
     none = difference({1: first[1]}, other)
     assert "reward" not in none and none["num_prompts"] == 1
-
-
-def test_the_file_begins_with_the_prompts_on_which_they_differ_most(tmp_path: Path) -> None:
-    answers = {
-        "a": read_evaluation(folder_of(tmp_path, "a", [[[1.0]], [[0.0]], [[0.5]]]), [1.0]),
-        "b": read_evaluation(folder_of(tmp_path, "b", [[[1.0]], [[1.0]], [[0.25]]]), [1.0]),
-    }
-    write_differences(answers, tmp_path / "out.jsonl")
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [(row["row"], row["spread"]) for row in rows] == [(1, 1.0), (2, 0.25), (0, 0.0)]
-    assert rows[0]["models"]["b"] == {"reward": 1.0, "right": 1.0, "completions": ["b 0"]}
 
 
 def test_the_table_has_a_column_for_each_model_and_a_row_for_each_figure() -> None:

@@ -83,10 +83,10 @@ def compare_evaluations(
         model: side_by_side.difference(answers[first], answers[model]) for model in compared
     }
     result = {"models": dict(summaries), "differences": differences, "output": str(root)}
-    side_by_side.write_differences(answers, root / side_by_side.DIFFERENCES)
-    write_json_atomic(root / side_by_side.COMPARISON, result)
+    comparison = root / side_by_side.COMPARISON
+    write_json_atomic(comparison, result)
     table = side_by_side.table_lines(summaries, differences)
-    written = ["written", str(root / side_by_side.DIFFERENCES)]
+    written = ["written", str(comparison)]
     return result, [*table, written + [""] * (len(table[0]) - len(written))]
 
 

@@ -1,4 +1,4 @@
-"""Compare evaluations of several models on the same prompts: figures, paired differences, prompt by prompt.
+"""Compare evaluations of several models on the same prompts: figures and paired differences.
 
 A difference is that of the means over the prompts that both have a figure for. Its interval is the paired bootstrap's
 (Efron 1979): prompts are drawn again, each with both models' figures, and the middle 95 % of 1000 such differences is
@@ -7,25 +7,22 @@ kept. Where the interval is above 0 or below it, the models differ by more than 
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ycore.evaluation.held_out import RIGHT_FROM, mean_of_known, with_interval
-from ycore.run.files import write_bytes_atomic
 from ycore.scoring.group_rewards import weighted_sum
 
-COMPARISON, DIFFERENCES = "comparison.json", "differences.jsonl"
+COMPARISON = "comparison.json"
 
 
 @dataclass(frozen=True)
 class PromptResult:
     """One prompt's completions by one model: the mean reward (None if none was scored), the share that is right."""
 
-    prompt: Any
-    completions: tuple[str, ...]
     reward: float | None
     right: float
 
@@ -49,8 +46,6 @@ def _summarise(
     rewards = [completion["rewards"] for completion in completions]
     num_right = sum((values[0] or 0.0) >= RIGHT_FROM for values in rewards)
     return PromptResult(
-        prompt=completions[0]["prompt"],
-        completions=tuple(completion["completion"] for completion in completions),
         reward=mean_of_known(weighted_sum(values, weights) for values in rewards),
         right=num_right / len(completions),
     )
@@ -68,24 +63,6 @@ def difference(first: Results, second: Results) -> dict[str, Any]:
     for name, differences in values.items():
         result |= with_interval(name, np.array(differences), np.ones(len(differences)))
     return result
-
-
-def write_differences(results: Mapping[str, Results], file: Path) -> None:
-    """Write a line of JSON a prompt with every model's reward and completions, the largest differences first."""
-    rows = sorted(set.intersection(*(set(of_model) for of_model in results.values())))
-    lines = []
-    for row in sorted(rows, key=lambda row: (-_spread(results, row), row)):
-        models = {name: asdict(of_model[row]) for name, of_model in results.items()}
-        prompt, *_ = [result.pop("prompt") for result in models.values()]
-        line = {"row": row, "spread": _spread(results, row), "prompt": prompt, "models": models}
-        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-    write_bytes_atomic(file, "".join(lines).encode())
-
-
-def _spread(results: Mapping[str, Results], row: int) -> float:
-    rewards = [of_model[row].reward for of_model in results.values()]
-    known = [reward for reward in rewards if reward is not None]
-    return max(known) - min(known) if known else 0.0
 
 
 def table_lines(

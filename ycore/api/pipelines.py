@@ -31,7 +31,7 @@ from ycore.api.tables import plan_rows
 from ycore.config.algorithms import ALGORITHMS, find_algorithm
 from ycore.config.problems import declared_error
 from ycore.config.resolve import parse_set, resolve, set_key
-from ycore.config.schema import AnyConfig, RunConfig, Strict
+from ycore.config.schema import AnyConfig, RunConfig, Strict, Whole
 from ycore.errors import (
     ConfigError,
     Interrupted,
@@ -65,7 +65,7 @@ class PipelineFile(Strict):
     description: str = ""
     model: str | None = None
     output: str | None = None
-    seed: Annotated[int, Field(ge=0, strict=True)] = 0
+    seed: Whole = 0
     defaults: dict[str, Any] = Field(default_factory=dict)
     stages: Annotated[dict[str, dict[str, Any] | None], Field(min_length=1)]
 

@@ -3,7 +3,7 @@ fit together."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from ycore.advantages import TOKEN_ADVANTAGE, TURN_ADVANTAGE
 from ycore.config.presets import Advantage, Divergence, TrustRegion
@@ -13,7 +13,9 @@ from ycore.config.schema import (
     Positive,
     RewardConfig,
     RunConfig,
+    Share,
     Strict,
+    Whole,
 )
 from ycore.errors import ConfigError
 
@@ -198,20 +200,16 @@ class CriticSettings(Strict):
 
     # The folder of a run of `ycore reward` on the same model, to begin with; None is the policy with a head of zeros.
     init: str | None = None
-    lr_ratio: Annotated[float, Field(gt=0)] = (
-        10.0  # the critic's learning rate over the policy's
-    )
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # the bound of the critic's gradient
+    lr_ratio: PositiveFloat = 10.0  # the critic's learning rate over the policy's
+    max_grad_norm: PositiveFloat = 1.0  # the bound of the critic's gradient
     # First steps in which only the critic learns. The schedule of the learning rate runs on.
-    warmup_steps: Annotated[int, Field(ge=0, strict=True)] = 10
-    lam: Annotated[float, Field(ge=0, le=1)] = 1.0  # GAE's lambda of the advantages
+    warmup_steps: Whole = 10
+    lam: Share = 1.0  # GAE's lambda of the advantages
     # Above 0, lambda follows the length l of a completion: 1 - 1 / (alpha * l), at least 0.
-    alpha: Annotated[float, Field(gt=0)] | None = None
-    target_lam: Annotated[float, Field(ge=0, le=1)] = (
-        1.0  # of the value targets; 1 is Monte Carlo
-    )
+    alpha: PositiveFloat | None = None
+    target_lam: Share = 1.0  # of the value targets; 1 is Monte Carlo
     # How far a value may move from the round's.
-    value_clip: Annotated[float, Field(gt=0)] | None = None
+    value_clip: PositiveFloat | None = None
     # Subtract the advantages' mean and divide by their deviation, among the tokens of all ranks.
     whiten: bool = True
     macro_tokens: Positive = 1  # tokens that share one advantage (MA-RLHF)

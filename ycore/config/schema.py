@@ -15,6 +15,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
+    PositiveFloat,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -23,6 +25,13 @@ from ycore.errors import ConfigError
 from ycore.foreign import foreign_text
 
 Positive = Annotated[int, Field(gt=0, le=10**9, strict=True)]
+Whole = Annotated[int, Field(ge=0, strict=True)]
+"""A whole number that may be 0."""
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Part = Annotated[float, Field(gt=0, le=1)]
+"""A share above 0."""
+
 Count = Annotated[int, Field(gt=0, le=10**6, strict=True)]
 """A number of things at once. The limit keeps products of several such numbers small enough to factorise."""
 
@@ -116,12 +125,10 @@ class ConstraintSettings(Strict):
     # `gate`: a completion that breaks one is worth nothing. `lagrangian`: it costs the constraint's weight, which
     # grows while more completions break it than its `limit`.
     by: Literal["gate", "lagrangian"] = "gate"
-    rate: Annotated[float, Field(gt=0)] = (
-        1.0  # of `lagrangian`: what a weight gains a step where all break it
-    )
-    start: Annotated[float, Field(ge=0)] = 0.0  # of `lagrangian`: the weights at the start
+    rate: PositiveFloat = 1.0  # of `lagrangian`: what a weight gains a step where all break it
+    start: NonNegativeFloat = 0.0  # of `lagrangian`: the weights at the start
     # Of `ycore online-dpo`: weight of the mean log-probability of the best completion's tokens (CODPO, eq. 14).
-    likelihood: Annotated[float, Field(ge=0)] = 0.0
+    likelihood: NonNegativeFloat = 0.0
 
 
 class LoraSettings(Strict):
@@ -158,20 +165,20 @@ class EngineSettings(Strict):
         str, Any
     ] = {}  # any other argument of vLLM's for the policy's engines, by vLLM's own name
     # Limit for an engine to become ready, and then for the trainer to reach its first step.
-    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    start_timeout_s: PositiveFloat = 600.0
     # Limit for an engine to answer a request, including its retries.
-    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    request_timeout_s: PositiveFloat = 600.0
     # How long an engine may be stopped, or not answer `/health`, before it is killed and started again.
-    health_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    health_timeout_s: PositiveFloat = 60.0
     # What a sync sends: all weights with adapters merged, the adapters alone, or all weights without files: the engines
     # copy them from the trainer's memory. `auto` is `merged`, and `ipc` where /dev/shm is too small and one device trains.
     sync: Literal["auto", "merged", "adapter", "ipc"] = "auto"
     # Share of the policy's tensors and bytes that must be verified in an engine after each sync of weights.
-    min_verified: Annotated[float, Field(ge=0, le=1)] = 1.0
+    min_verified: Share = 1.0
     # Variables of the environment that engines get beside the usual ones: names, or beginnings such as `SLURM_*`.
     environment: list[str] = []
     # How often engines that died are started again in one run, all engines together; then the run fails.
-    restarts: Annotated[int, Field(ge=0, strict=True)] = 3
+    restarts: Whole = 3
 
 
 class SamplingSettings(Strict):
@@ -196,15 +203,9 @@ class SamplingSettings(Strict):
     # True: a prompt whose groups taught nothing is drawn less often. A column's name: the same, with each row's share
     # of right completions to begin with.
     curriculum: bool | str = False
-    drop_after: Annotated[int, Field(ge=0, strict=True)] = (
-        3  # solved groups in a row that drop a prompt; 0: never
-    )
-    drop_at: Annotated[float, Field(gt=0, le=1)] = (
-        1.0  # share of the best reward with which a group is solved
-    )
-    least: Annotated[float, Field(gt=0, le=1)] = (
-        0.1  # share of its positions at which any prompt is drawn; 1: at all
-    )
+    drop_after: Whole = 3  # solved groups in a row that drop a prompt; 0: never
+    drop_at: Part = 1.0  # share of the best reward with which a group is solved
+    least: Part = 0.1  # share of its positions at which any prompt is drawn; 1: at all
 
 
 class RewardSettings(Strict):
@@ -212,7 +213,7 @@ class RewardSettings(Strict):
 
     workers: Positive = 2
     # Limit for one call; completions without a reward by then are masked and counted.
-    deadline_s: Annotated[float, Field(gt=0)] = 10.0
+    deadline_s: PositiveFloat = 10.0
     # Memory of one worker and all that its rewards start, in GiB; a worker that holds more is ended.
     memory_gib: Annotated[float, Field(ge=0.5)] = 4.0
 
@@ -234,12 +235,8 @@ class TurnSettings(Strict):
     max_tokens: Positive | None = (
         None  # longest turn of the policy; None is what is left of the completion
     )
-    call_s: Annotated[float, Field(gt=0)] = (
-        10.0  # limit for one call; the policy is told that it took too long
-    )
-    completion_s: Annotated[float, Field(gt=0)] = (
-        120.0  # limit for all calls of a completion, which then ends
-    )
+    call_s: PositiveFloat = 10.0  # limit for one call; the policy is told that it took too long
+    completion_s: PositiveFloat = 120.0  # limit for all calls of a completion, which then ends
     at_once: Positive = (
         64  # processes of tools and environments, at most: completions that are with one
     )
@@ -336,9 +333,9 @@ class ScoredConfig(BaseConfig):
     # Keep every round on disk, for `replay`; else rounds before the oldest checkpoint are dropped.
     keep_journal: bool = False
     # How often a trainer that died is started again, from the newest checkpoint and the journal.
-    restarts: Annotated[int, Field(ge=0, strict=True)] = 0
+    restarts: Whole = 0
     # Longest step, from its beginning to its row of metrics; then all stacks are written and the run fails.
-    step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    step_timeout_s: PositiveFloat = 3600.0
     sampling: SamplingSettings = SamplingSettings()
     reward_workers: RewardSettings = RewardSettings()
     sandbox: SandboxSettings = SandboxSettings()
@@ -385,7 +382,7 @@ class RunConfig(ScoredConfig, RowSettings):
     group_size: Count = 8
     max_tokens: Positive = 256  # longest completion; TRL's `max_completion_length`
     # A run is refused where more of its first sampled completions are cut off at `max_tokens`; 1 refuses none.
-    max_truncated: Annotated[float, Field(gt=0, le=1)] = 0.9
+    max_truncated: Part = 0.9
     log_every: Positive = 10  # steps from one table of completions in trackers to the next
     steps: Positive = 100
     # Rows that the policy is measured on before the first step, every `eval_every` steps and after the last.
@@ -405,9 +402,9 @@ class RunConfig(ScoredConfig, RowSettings):
     replay: str | None = None
     # Steps from one sync of the engines to the next. Above 1, and 0, which keeps them at their first weights, are
     # controls: what training by older policies does, with a correction and without.
-    sync_every: Annotated[int, Field(ge=0, strict=True)] = 1
+    sync_every: Whole = 1
     # How long ranks wait for each other in one exchange of a round. Training's own collectives have the step's limit.
-    collective_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    collective_timeout_s: PositiveFloat = 300.0
     # How rollouts and scorers share the slots: `colocated`, `dynamic`, or `split:3:1` with slots for each role.
     placement: str = "dynamic"
     engine: EngineSettings = EngineSettings()
@@ -658,7 +655,7 @@ class TuneConfig(BaseConfig, RowSettings):
     eval_split: str | None = None
     # Rows to measure on before the first step, every `eval_every` steps and after the last. None is a tenth of the
     # rows, at most 256; 0 measures nothing.
-    held_out: Annotated[int, Field(ge=0, strict=True)] | None = None
+    held_out: Whole | None = None
     eval_every: Positive | None = (
         None  # None: a fifth of the run where the next two ask, else only the two ends
     )
@@ -668,7 +665,7 @@ class TuneConfig(BaseConfig, RowSettings):
     stop_when: list[str] = []  # ends a run early: `no-gain:N` evaluations, `seconds:N`
     # Rows (a pair is one) in an optimizer step, over all ranks; None is 8, or the product of TRL's batch fields.
     batch_size: Positive | None = None
-    epochs: Annotated[float, Field(gt=0)] = 1.0  # passes over the rows; `steps` wins
+    epochs: PositiveFloat = 1.0  # passes over the rows; `steps` wins
     steps: Positive | None = None  # optimizer steps; None derives them from `epochs`
 
     def check(self) -> None:

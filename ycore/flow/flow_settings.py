@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from ycore.config.schema import (
     Count,
+    Part,
     Positive,
     SamplingSettings,
     ScoredConfig,
+    Share,
     Strict,
     a_fifth,
 )
@@ -17,8 +19,6 @@ from ycore.errors import ConfigError
 
 IMAGES = "images"
 """The argument in which reward functions get pictures, one a completion, beside the dataset's columns."""
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class FlowSettings(Strict):
@@ -31,18 +31,16 @@ class FlowSettings(Strict):
     sampler: Literal["ode", "heun", "sde"] | None = None
     steps: Positive = 10  # of denoising, in a round
     eval_steps: Positive = 20  # of denoising without noise, where the model is measured
-    shift: Annotated[float, Field(gt=0)] | None = (
+    shift: PositiveFloat | None = (
         None  # of the times towards the noise; None is the scheduler's
     )
-    noise: Annotated[float, Field(ge=0)] = 0.7  # a of `sde`
+    noise: NonNegativeFloat = 0.7  # a of `sde`
     # Of grpo: steps with noise, which are those that learn (MixGRPO, arXiv 2507.21802). None is all but the last.
     window: Positive | None = None
     # Distance to the model that the run began with, as a part of the loss: the mean of (v - v_ref)^2 with nft, the
     # exact KL of a step with grpo.
-    kl: Annotated[float, Field(ge=0)] = 0.0
-    b: Annotated[float, Field(gt=0, le=1)] = (
-        1.0  # of nft: how far v+ and v- lie from the old velocity
-    )
+    kl: NonNegativeFloat = 0.0
+    b: Part = 1.0  # of nft: how far v+ and v- lie from the old velocity
     clip: Annotated[float, Field(gt=0, lt=1)] = (
         0.2  # of grpo: bound of the ratio of densities of whole pictures
     )
@@ -77,8 +75,8 @@ class FlowConfig(ScoredConfig):
     condition_column: str = "label"  # the column with the class that is asked for
     steps: Positive = 20
     group_size: Annotated[Count, Field(ge=2)] = 16
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    learning_rate: PositiveFloat = 1e-5
+    max_grad_norm: PositiveFloat = 1.0
     flow: FlowSettings = FlowSettings()
 
     @property

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from ycore.config.schema import Positive, Strict, Width
+from ycore.config.schema import Part, Positive, Strict, Width
 from ycore.errors import nearest
 
 Mode = Literal["pointwise", "pairwise", "groupwise"]
@@ -68,9 +68,7 @@ class LabelVerdict(Strict):
 
     kind: Literal["labels"]
     labels: Annotated[dict[str, float], Field(min_length=2)]  # the value of each label
-    min_mass: Annotated[float, Field(gt=0, le=1)] = (
-        0.1  # the least sum of the labels' probabilities that is a verdict
-    )
+    min_mass: Part = 0.1  # the least sum of the labels' probabilities that is a verdict
 
     @field_validator("labels", mode="before")
     @classmethod

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
 
 from ycore.config.problems import declared_error
 from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
@@ -41,11 +41,11 @@ class RewardModel(ScoringModel):
     combine: Literal["mean", "min", "lower"] = (
         "mean"  # of several; `lower` is their mean - k * their deviation
     )
-    k: Annotated[float, Field(ge=0)] = 1.0
+    k: NonNegativeFloat = 1.0
     center: float = (
         0.0  # subtracted from the logit; for example its mean over ordinary completions
     )
-    multiplier: Annotated[float, Field(gt=0)] = 1.0
+    multiplier: PositiveFloat = 1.0
     clip: tuple[float, float] | None = None  # the least and the most reward, after both
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from markdown_it import MarkdownIt
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 
 from ycore.config.schema import RewardConfig, Strict
 from ycore.data.cells import parse_literal
@@ -67,7 +67,7 @@ class CodeSettings(Strict):
     packages: tuple[
         str, ...
     ] = ()  # that programs and tests may import beside the standard library
-    tolerance: Annotated[float, Field(ge=0)] = 1e-6  # of numbers in outputs and returned values
+    tolerance: NonNegativeFloat = 1e-6  # of numbers in outputs and returned values
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ def test_options_win_over_set_which_wins_over_the_recipe() -> None:
         "r.py:f",
     )
     weighed = resolve_flow(recipe=GIVEN, sets=["rewards.0.weight=2"])
-    assert weighed.rewards[0].weight == 2 and weighed.learning_rate == 1e-5 and weighed.every == 4
+    assert (
+        weighed.rewards[0].weight == 2 and weighed.learning_rate == 1e-5 and weighed.every == 4
+    )
     assert resolve_flow(
         recipe={key: GIVEN[key] for key in GIVEN if key != "output"}
     ).output.startswith("runs/")

@@ -74,11 +74,11 @@ def measure(pid: int, folder: RunFolder) -> dict[str, int]:
     """Add up what the run's processes hold and what its folders have."""
     sums = dict.fromkeys(("processes", "threads", "descriptors", "memory_kb"), 0)
     leader = psutil.Process(pid)
-    sums["launcher_kb"] = leader.memory_info().rss // 1024
+    sums["launcher_kb"] = own_memory_kb(leader)
     for process in (leader, *leader.children(recursive=True)):
         try:
             if is_alive(process):
-                sums["memory_kb"] += process.memory_info().rss // 1024
+                sums["memory_kb"] += own_memory_kb(process)
                 sums["threads"] += process.num_threads()
                 sums["descriptors"] += process.num_fds()
                 sums["processes"] += 1
@@ -92,6 +92,12 @@ def measure(pid: int, folder: RunFolder) -> dict[str, int]:
         "trace_kb": sum(path.stat().st_size for path in folder.root.glob("trace*")) // 1024,
         "files": len(os.listdir(folder.root)),
     }
+
+
+def own_memory_kb(process: psutil.Process) -> int:
+    """Without the pages of files, which a machine without memory to spare takes back."""
+    memory = process.memory_info()
+    return int(memory.rss - memory.shared) // 1024
 
 
 def size_kb(folder: Path) -> int:

@@ -35,6 +35,12 @@ _LATENT = {  # vLLM's kernels take a latent of 576 values alone
     "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
     "v_head_dim": 32,
 }  # fmt: skip
+_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
 _MULTIPLIERS = {
     "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
@@ -62,7 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": _ROUTED_EXPERTS | {"head_dim": 32},
     "gpt_oss": _SLIDING | _LOCAL_EXPERTS | {"head_dim": 32},
     "deepseek_v2": _ROUTED_EXPERTS | _LATENT | {"topk_method": "greedy"},
-    "deepseek_v3": _ROUTED_EXPERTS | _LATENT | {"topk_method": "noaux_tc"},
+    "deepseek_v3": _ROUTED_EXPERTS | _LATENT | _YARN | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }  # fmt: skip
 """The sizes of a small model by its `model_type`, beside those that all have."""
 

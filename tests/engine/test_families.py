@@ -106,7 +106,9 @@ def check_training(model: Path, folder: Path, rounds: Rounds, adapters: Any) -> 
     trainer.train()
     rows = [row for row in trainer.state.log_history if "ycore/logprob_gap" in row]
     assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
-    assert all(row["ycore/logprob_gap"] < 0.01 for row in rows), rows
+    gap = max(row["ycore/logprob_gap"] for row in rows)
+    print(f"{model.parent.name}: log-probability gap {gap:.1e}")
+    assert gap < 0.01, rows
     trainer.write_model(folder / "out", dtype=torch.float32, merge=adapters is not None)
     saved = folder / "out" / ("merged" if adapters else "")
     again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
@@ -162,7 +164,9 @@ def test_a_family_is_served_synced_proved_trained_and_merged(
     model = write_tiny_family(tmp_path / "model", family)
     folder = RunFolder(tmp_path / "run")
     folder.root.mkdir()
-    engine = cpu_engine(folder, model, max_model_len=64)
+    # vLLM's faster kernel for latent attention takes bfloat16 alone
+    arguments = (("attention_backend", "CPU_MLA"),) if "deepseek" in family else ()
+    engine = cpu_engine(folder, model, max_model_len=64, arguments=arguments)
     with serve(folder, [engine]):
         for name, adapters in (("lora", adapters_of(model)), ("full", None)):
             rounds = EngineRounds(engine.socket, tmp_path / f"{name}-weights")

@@ -23,6 +23,7 @@ from ycore.engine.vllm_extension import (
     held_pieces,
     multiply_rows_alike,
     parts_of,
+    rotate_single_heads,
     saved_names,
     use_faster_sampler,
 )
@@ -54,6 +55,33 @@ def test_what_it_replaces_is_as_it_was_when_this_was_written() -> None:
         "x",
         "values",
     ]
+
+
+@pytest.mark.parametrize("is_neox", [False, True])
+def test_queries_of_several_heads_are_rotated_as_in_a_row(
+    is_neox: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's kernel for CPUs gave DeepSeek's heads, where no yarn is, the rotations of other tokens."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
+
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
+    rotate_single_heads()
+    with set_current_vllm_config(VllmConfig()):
+        rotation = {"rope_type": "default", "rope_theta": 1e4}
+        rope = get_rope(
+            64,
+            max_position=32,
+            rope_parameters=rotation,
+            is_neox_style=is_neox,
+            dtype=torch.float32,
+        )
+    positions, heads, key = torch.arange(12), torch.randn(12, 2, 96), torch.randn(12, 1, 64)
+    query = heads[..., 32:]
+    in_a_row, _ = rope.forward_cpu(positions, query.flatten(1), key.flatten(1))
+    apart, rotated_key = rope.forward_cpu(positions, query.clone(), key.clone())
+    assert torch.allclose(apart.flatten(1), in_a_row, atol=1e-5)
+    assert torch.allclose(rotated_key[1], rope.forward_native(positions, query, key)[1][1])
 
 
 @pytest.fixture

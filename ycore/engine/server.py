@@ -56,7 +56,7 @@ class BadRequest(EngineError):
 
 def is_healthy(socket: Path, *, timeout_s: float = 1.0) -> bool:
     """Tell whether the server is ready or asleep. `timeout_s` limits each step (connecting, reading)."""
-    return socket.exists() and request_succeeds(socket, "GET", "/health", timeout_s=timeout_s)
+    return request_succeeds(socket, "GET", "/health", timeout_s=timeout_s)
 
 
 def request_succeeds(socket: Path, method: str, path: str, *, timeout_s: float) -> bool:

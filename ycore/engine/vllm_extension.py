@@ -373,9 +373,26 @@ def sample_drafted_positions() -> None:
     rejection_sampler.expand_batch_to_tokens = expand
 
 
+def rotate_single_heads() -> None:
+    """Let PyTorch rotate queries of several heads in three dimensions, as latent attention has them.
+
+    vLLM's kernel for CPUs steps from token to token by the length of a head, and rotates others.
+    """
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    in_kernel = RotaryEmbedding.forward_cpu
+
+    def rotate(self: Any, positions: Any, query: torch.Tensor, key: Any = None) -> Any:
+        rotate_query = in_kernel if query.dim() < 3 else type(self).forward_native
+        return rotate_query(self, positions, query, key)
+
+    RotaryEmbedding.forward_cpu = rotate
+
+
 dump_stacks_on_signal()
 pack_experts()
 if current_platform.is_cpu():
+    rotate_single_heads()
     sample_drafted_positions()
     use_faster_sampler()
     use_norms_in_c()

@@ -3,6 +3,7 @@
 import os
 import statistics
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ ALLOWED = {
     "processes": 0,
     "threads": 1,
     "descriptors": 2,
+    "sockets": 32,  # both ends of the connections of a step's 16 requests, kept for a second
     "memory_kb": 20_000,
     "launcher_kb": 4_000,
     "shared_memory_kb": 16,
@@ -72,7 +74,7 @@ def medians(samples: dict[int, dict[str, int]], begin: int, end: int) -> dict[st
 
 def measure(pid: int, folder: RunFolder) -> dict[str, int]:
     """Add up what the run's processes hold and what its folders have."""
-    sums = dict.fromkeys(("processes", "threads", "descriptors", "memory_kb"), 0)
+    sums = dict.fromkeys(("processes", "threads", "descriptors", "sockets", "memory_kb"), 0)
     leader = psutil.Process(pid)
     sums["launcher_kb"] = own_memory_kb(leader)
     for process in (leader, *leader.children(recursive=True)):
@@ -80,9 +82,12 @@ def measure(pid: int, folder: RunFolder) -> dict[str, int]:
             if is_alive(process):
                 sums["memory_kb"] += own_memory_kb(process)
                 sums["threads"] += process.num_threads()
-                sums["descriptors"] += process.num_fds()
                 sums["processes"] += 1
-        except psutil.Error:  # it has ended meanwhile
+                for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+                    with suppress(FileNotFoundError):  # it is closed meanwhile
+                        is_socket = os.readlink(descriptor).startswith("socket:")
+                        sums["sockets" if is_socket else "descriptors"] += 1
+        except (psutil.Error, FileNotFoundError):  # it has ended meanwhile
             continue
     return {
         **sums,

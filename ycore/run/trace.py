@@ -98,16 +98,10 @@ def earlier_part(path: Path) -> Path:
     return path.with_name("trace-earlier.json")
 
 
-class TraceFollower:
-    """Reads a trace while ranks write it; each whole event comes once. A large one is read from its end only."""
-
-    def __init__(self, path: Path, *, tail_bytes: int = 2**21) -> None:
-        self._lines = LineFollower(path, tail_bytes=tail_bytes)
-
-    def read(self) -> list[Event]:
-        """Return the events that were completed since the last call."""
-        events = (parse_event(line.decode(errors="replace")) for line in self._lines.read())
-        return [event for event in events if event is not None]
+def new_events(trace: LineFollower) -> list[Event]:
+    """Return the whole events that ranks have written since the last call."""
+    events = (parse_event(line.decode(errors="replace")) for line in trace.read())
+    return [event for event in events if event is not None]
 
 
 def parse_event(line: str) -> Event | None:

@@ -14,7 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ycore.run.files import MAX_SETTINGS_BYTES, parse_json, read_json, read_regular
+from ycore.run.files import (
+    MAX_SETTINGS_BYTES,
+    LineFollower,
+    parse_json,
+    read_json,
+    read_regular,
+)
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration
 from ycore.run.trace import (
@@ -26,7 +32,7 @@ from ycore.run.trace import (
     Event,
     Levels,
     Span,
-    TraceFollower,
+    new_events,
 )
 from ycore.run.work import Work, current
 
@@ -60,6 +66,7 @@ _ENGINE_PHASES = (
 )
 """Parts of vLLM's log, and what the engine does from there on."""
 _LOG_TAIL = 1 << 16
+_TRACE_TAIL = 1 << 21
 
 Place = tuple[int, int]
 """(rank, slot)"""
@@ -210,7 +217,7 @@ class RunActivity:
     def __init__(self, root: Path, *, goes_on: Callable[[], bool] | None = None) -> None:
         self._folder = RunFolder(root)
         self._goes_on = goes_on or (lambda: not self._folder.summary.is_file())
-        self._follower = TraceFollower(self._folder.trace)
+        self._trace = LineFollower(self._folder.trace, tail_bytes=_TRACE_TAIL)
         self._activity = Activity()
         self._lock = threading.Lock()
         self._scene: Scene | None = None
@@ -227,7 +234,7 @@ class RunActivity:
     def _look(self) -> Scene:
         is_over = not self._goes_on()  # before reading: what was written last is then read too
         with suppress(OSError):  # a view is not worth a run
-            self._activity.add(self._follower.read())
+            self._activity.add(new_events(self._trace))
         until = self._activity.newest if is_over else time.time()
         step_began = _touched(self._folder.step_began)
         ended = _touched(self._folder.metrics)

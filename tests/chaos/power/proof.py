@@ -16,10 +16,11 @@ from tests.chaos.power.scenarios import RUN, Recording
 from ycore.errors import YcoreError
 from ycore.run.checkpoints import newest_for, step_of
 from ycore.run.claim import AS_IT_WAS, check_claim, is_finished, stored_config
+from ycore.run.files import LineFollower
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round, round_file, rounds_in, settle
-from ycore.run.trace import Mark, TraceFollower, TraceWriter
+from ycore.run.trace import Mark, TraceWriter, new_events
 
 State = Mapping[str, bytes | None]
 Files = Mapping[str, str]
@@ -322,11 +323,11 @@ def _check_rest(witness: Witness, cut: int, folder: RunFolder) -> None:
     for path in (folder.samples, folder.held_out, folder.engines):
         if path.is_file():
             json.loads(path.read_bytes())
-    TraceFollower(folder.trace).read()
+    new_events(LineFollower(folder.trace))
     writer = TraceWriter(folder.trace)
     writer.add(Mark("round", 0, 1.0))
     writer.flush()
-    TraceFollower(folder.trace).read()
+    new_events(LineFollower(folder.trace))
 
 
 def put(state: State, root: Path, pool: Path) -> None:

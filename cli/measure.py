@@ -95,6 +95,7 @@ def _planned_config(context: typer.Context, recipe: str | None) -> "tuple[RunCon
     system_prompt trust_remote_code group_size max_tokens lora preset engine sandbox seed set_ recipe
     output dry_run json
     """,
+    dataset=o.Datasets,
 )
 def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) -> None:
     """Will this run learn? Find out before it starts.

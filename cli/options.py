@@ -237,6 +237,11 @@ OPTIONS: Mapping[str, Any] = {
 }
 """The options of the commands, by the names under which a command gets them."""
 
+Datasets = texts(
+    "Hub id, JSONL, CSV or Parquet file, or a task; may be repeated, with shares: a.jsonl:0.7; e.g. task:addition.",
+    "--dataset",
+    metavar="NAME[:SHARE]",
+)
 Models = texts(
     "Hub id or folder; several are measured on the same prompts and compared.",
     "--model",
@@ -386,6 +391,8 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name == "lora":
             value = {} if value else None
+        elif name == "dataset" and isinstance(value, list) and len(value) == 1:
+            value = value[0]
         elif name == "curriculum":
             value = {"on": True, "off": False}.get(value, value)
         elif name == "processes" and value.isdecimal():

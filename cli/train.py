@@ -50,7 +50,9 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
 
     variants = o.trl_options(algorithm)
     data = _ROLLOUTS
-    if algorithm.learns_from == "examples":
+    if algorithm.learns_from == "rollouts":
+        variants |= {"dataset": o.Datasets}
+    else:
         variants |= {"dataset": o.Examples, "steps": o.ExampleSteps}
         data = _EXAMPLES
     names = ["model", *data.split(), *_TRAINING.split()]

@@ -444,3 +444,44 @@ def test_null_takes_away_a_recipes_key_that_the_algorithm_does_not_have() -> Non
     assert resolve(recipe=recipe, sets=["critic=null"], options=options).algorithm == "grpo"
     with pytest.raises(ConfigError, match=r"critic is of ycore ppo.*--set critic=null leaves"):
         resolve(recipe=recipe, options=options)
+
+
+def test_several_datasets_are_a_mixture() -> None:
+    config = _resolve(dataset=["data/a.jsonl:0.7", "gym:sums:.3"])
+    assert [(part.name, part.share) for part in config.mixture] == [
+        ("a.jsonl", 0.7),
+        ("gym:sums", 0.3),
+    ]
+    assert config.dataset == "data/a.jsonl + gym:sums"
+    assert [part.share for part in _resolve(dataset=["a", "b"]).mixture] == [1, 1]
+    recipe = {**BASE, "dataset": [{"dataset": "a", "share": 2}, {"dataset": "b", "share": 1}]}
+    again = resolve(
+        recipe=resolve(recipe=recipe).model_dump(mode="json"), sets=["mixture.1.share=3"]
+    )
+    assert [part.share for part in require_rollouts(again).mixture] == [2, 3]
+    assert require_rollouts(resolve(recipe=recipe, options={"dataset": "c"})).mixture == []
+    measured = require_rollouts(
+        resolve(recipe=recipe, options={"eval_dataset": "c"})
+    ).for_evaluation()
+    assert measured is not None and measured.mixture == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (["a:0.5", "b"], "all have a share or none, and b has none; say e.g. b:0.5"),
+        (
+            ["x/a.csv", "y/a.csv"],
+            "told apart by their names, and they are a.csv, a.csv; rename one",
+        ),
+        (["a:0", "b:1"], "mixture.0.share must be greater than 0; it is 0.0"),
+        ([{"dataset": "a", "rewards": ["exact_anser"]}], "did you mean 'exact_answer'?"),
+        ([{"dataset": "a", "rewards": []}], "a has no reward; name one"),
+        ([{"dataset": "a", "environment": "x"}], "the environment 'x', which the run has not"),
+        ([{"dataset": "a", "weight": 1}], "no key mixture.0.weight"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_one_line(parts: list[object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _resolve(dataset=parts)
+    assert message in str(caught.value)

@@ -1,10 +1,12 @@
 """From a dataset's name to its prompts: columns, refusals, real datasets, cost, and the order of a run."""
 
 import json
+import math
 import subprocess
 import sys
 import time
 import tracemalloc
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,14 @@ from hypothesis import strategies as st
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.cells import Table
-from ycore.data.prompts import PromptOrder, PromptSet, load_prompts, to_prompts
+from ycore.data.prompts import (
+    MixedOrder,
+    PromptOrder,
+    PromptSet,
+    load_prompts,
+    order_of,
+    to_prompts,
+)
 from ycore.errors import DataError
 from ycore.types import Prompt
 
@@ -521,3 +530,85 @@ def test_environments_that_ask_need_no_dataset() -> None:
         assert {str(prompt.content) for prompt in found.prompts} == {
             "[{'role': 'user', 'content': ''}]"
         }
+
+
+# -- several datasets --------------------------------------------------------------------------------------------------
+
+
+@given(
+    seed=seeds,
+    num_rows=st.lists(sizes, min_size=1, max_size=4),
+    shares=st.lists(st.floats(0.01, 1), min_size=4, max_size=4),
+)
+def test_each_dataset_gets_its_share_and_its_epochs(
+    seed: int, num_rows: list[int], shares: list[float]
+) -> None:
+    """Over any whole number of blocks a share is exact to one draw a dataset, and each one's epochs are whole."""
+    parts = tuple(map(Fraction, shares[: len(num_rows)]))
+    order = MixedOrder(seed, tuple(num_rows), parts)
+    rows = [order.row_at(position) for position in range(96)]
+    assert rows == [order.row_at(position) for position in range(96)]
+    start = 0
+    for count, share in zip(num_rows, parts, strict=True):
+        drawn = [row - start for row in rows if start <= row < start + count]
+        start += count
+        assert abs(len(drawn) - 96 * share / sum(parts)) <= len(num_rows)
+        times = [drawn.count(row) for row in range(count)]
+        assert math.floor(len(drawn) / count) <= min(times)
+        assert max(times) <= math.ceil(len(drawn) / count)
+
+
+def test_datasets_come_in_another_order_in_each_block_and_seed() -> None:
+    def first(seed: int, block: int) -> tuple[bool, ...]:
+        order = MixedOrder(seed, (10, 10), (Fraction(1), Fraction(1)))
+        return tuple(order.row_at(32 * block + place) < 10 for place in range(32))
+
+    patterns = {first(seed, block) for seed in (0, 1) for block in (0, 1)}
+    assert len(patterns) == 4 and all(sum(pattern) == 16 for pattern in patterns)
+    ranks = [sum(first(0, 0)[rank::2]) for rank in (0, 1)]
+    assert min(ranks) > 2  # no rank has one dataset alone
+
+
+def test_rows_of_several_datasets_are_read_by_their_own_columns(tmp_path: Path) -> None:
+    write(
+        tmp_path / "sums.jsonl", *({"question": f"{n} + 1?", "answer": n + 1} for n in range(3))
+    )
+    write(tmp_path / "talk.jsonl", {"prompt": "Hello.", "source": "mine", "tone": "kind"})
+    settings = {
+        "rewards": [{"reward": "exact_answer"}, {"reward": "length"}],
+        "mixture": [
+            {"dataset": str(tmp_path / "sums.jsonl"), "share": 0.75},
+            {"dataset": str(tmp_path / "talk.jsonl"), "share": 0.25, "rewards": ["length"]},
+        ],
+    }
+    mixed = RunConfig.model_validate({**config("both").model_dump(), **settings})
+    prompts = load_prompts(mixed)
+    assert [len(part.prompts) for part in prompts.parts.values()] == [3, 1]
+    assert [prompt.content for prompt in prompts.prompts] == [
+        "0 + 1?",
+        "1 + 1?",
+        "2 + 1?",
+        "Hello.",
+    ]
+    assert [prompt.row for prompt in prompts.prompts] == [0, 1, 2, 3]
+    talk = prompts.prompts[-1]
+    assert talk.columns == {"answer": None, "source": "mine", "tone": "kind"}
+    assert (talk.dataset, talk.unscored) == ("talk.jsonl", (0,))
+    assert (prompts.prompts[0].dataset, prompts.prompts[0].unscored) == ("sums.jsonl", ())
+    order = order_of(prompts.prompts, 0)
+    assert sum(order.row_at(position) == 3 for position in range(32)) == 8
+    before = prompts.digest()
+    write(tmp_path / "talk.jsonl", {"prompt": "Hello!"})
+    assert load_prompts(mixed).digest() != before
+
+
+def test_datasets_of_chats_and_of_texts_are_not_mixed(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    parts = [
+        {"dataset": str(write(tmp_path / "a.jsonl", {"prompt": "hi"}))},
+        {"dataset": str(write(tmp_path / "b.jsonl", {"prompt": turns}))},
+    ]
+    mixed = RunConfig.model_validate({**config("both").model_dump(), "mixture": parts})
+    with pytest.raises(DataError, match=r"a\.jsonl text, b\.jsonl chat; change one"):
+        load_prompts(mixed)
+    assert load_prompts(mixed, as_chat=True).is_chat

@@ -151,6 +151,18 @@ def test_every_source_scores_every_completion(folder: Path) -> None:
     assert scores == [[Score(1.0), Score(4.0)], [Score(2.0), Score(5.0)]]
 
 
+def test_a_reward_of_another_dataset_is_not_called(folder: Path) -> None:
+    """`sums` would fail: the row has no `answer`."""
+
+    async def run() -> list[list[Score]]:
+        async with pool_of("sums", "good") as pool:
+            return await pool.score(
+                ["?"], ["a"], [[1]], {"answer": [None]}, step=1, unasked=[0]
+            )
+
+    assert bounded(run()) == [[Score(None), Score(1.0)]]
+
+
 def test_chat_turns_arrive_as_they_are(folder: Path) -> None:
     async def run() -> list[list[Score]]:
         async with pool_of("in_a_chat") as pool:

@@ -268,6 +268,40 @@ class Less(Echo):
 """
 
 
+def test_a_run_draws_two_datasets_by_share_and_tells_their_rewards_apart(
+    tmp_path: Path, model: Path, ended: list["subprocess.Popen[str]"]
+) -> None:
+    (tmp_path / "talk.jsonl").write_text('{"question": "Hello."}\n')
+    reward = f"{tmp_path / 'their_rewards.py'}:spread"
+    settings = {
+        "mixture": [
+            {"dataset": str(tmp_path / "rows.jsonl"), "share": 3, "rewards": [reward]},
+            {"dataset": str(tmp_path / "talk.jsonl"), "share": 1, "rewards": ["length"]},
+        ],
+        "rewards": [RewardConfig(reward=reward), RewardConfig(reward="length")],
+        "sampling": {"dynamic": False},
+        "prompts_per_step": 16,
+        "keep_journal": True,
+    }
+    folder = run_folder(tmp_path, model, **settings)
+    code, told = finish(folder, ended)
+    assert code == 0, told
+    rows = read_metrics(folder.metrics)
+    names = [f"ycore/reward/{name}" for name in ("rows.jsonl", "talk.jsonl")]
+    assert len(rows) == 2 and all(set(names) <= row.keys() for row in rows)
+    drawn = []
+    for number in (0, 1):
+        round_ = Journal(folder.journal, rank=0).read(number)
+        assert round_ is not None
+        for group in round_.groups:
+            is_talk = group.draw.prompt.dataset == "talk.jsonl"
+            drawn.append(is_talk)
+            for spread, length in group.scores_GR:
+                assert (spread.value is None, length.value is None) == (is_talk, not is_talk)
+                assert spread.problem is None and length.problem is None
+    assert (len(drawn), sum(drawn)) == (32, 8)
+
+
 def test_a_policy_learns_in_two_environments_of_several_turns_without_a_dataset(
     tmp_path: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:

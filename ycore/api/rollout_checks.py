@@ -63,6 +63,7 @@ def check_rollouts(
         "contents": prompts,
         "dataset": {
             "rows": len(prompts.prompts),
+            "parts": {name: len(part.prompts) for name, part in prompts.parts.items()},
             "columns": columns,
             "chat": prompts.is_chat,
             "reading": rows_read(prompts, model, template_arguments, num_rows=show_rows),

@@ -70,7 +70,10 @@ def with_files(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     output = Path(settings.get("output") or unused_folder(f"runs/{algorithm}")).expanduser()
     settings = {**settings, "output": str(output)}
     for key in ("dataset", "eval_dataset"):
-        if key in settings and not isinstance(settings[key], str | None):
+        rows = settings.get(key)
+        if isinstance(rows, list) and all(isinstance(name, str) for name in rows):
+            continue  # several datasets by their names
+        if not isinstance(rows, str | None):
             file = output.with_name(f"{output.name}.{key}.jsonl")
             settings[key] = str(_write_rows(settings[key], file))
     for key, kind in _FUNCTIONS.items():
@@ -107,7 +110,7 @@ def resolve_keys(keys: Mapping[str, Any], *, resume: bool = False) -> AnyConfig:
 
 
 _IN_OTHER_ROWS = {
-    "algorithm", "model", "dataset", "output", "rewards", "tools", "env", "agent", "max_turns", "preset",
+    "algorithm", "model", "dataset", "mixture", "output", "rewards", "tools", "env", "agent", "max_turns", "preset",
     "prompts_per_step", "group_size", "batch_size", "max_tokens", "num_samples", "pairs",
     "steps", "epochs", "seed", "dtype", "processes", "lora", "lora.r", "engine.kind",
     "eval_dataset", "eval_every", "eval_rewards", "held_out",

@@ -33,6 +33,8 @@ def rows_read(
 
     DataError where the template refuses a row; of the rows with the same order of roles, one is tried.
     """
+    if isinstance(rows, PromptSet) and rows.parts:
+        return _parts_read(rows, model, template_arguments, num_rows=num_rows)
     writer = _RowWriter(model, template_arguments or {})
     every: Sequence[Any] = rows.prompts if isinstance(rows, PromptSet) else rows.train
     if rows.is_chat and writer.has_template:
@@ -51,6 +53,23 @@ def rows_read(
         "lost": sorted(writer.lost),
         "mean_tokens": math.ceil(characters / _TOKEN_CHARACTERS / max(1, len(written))),
     }
+
+
+def _parts_read(
+    rows: PromptSet, model: ModelPlan, arguments: Mapping[str, Any] | None, *, num_rows: int
+) -> dict[str, Any]:
+    """Describe the reading of several datasets as one."""
+    readings = {
+        name: rows_read(part, model, arguments, num_rows=num_rows)
+        for name, part in rows.parts.items()
+    }
+    words = "; ".join(f"{name}: {reading['in_words']}" for name, reading in readings.items())
+    lists = {
+        key: [item for reading in readings.values() for item in reading[key]]
+        for key in ("unused", "expected", "notes", "rows", "lost")
+    }
+    mean_tokens = max(reading["mean_tokens"] for reading in readings.values())
+    return {**lists, "in_words": words, "mean_tokens": mean_tokens}
 
 
 def reading_rows(reading: Mapping[str, Any]) -> list[tuple[str, str]]:

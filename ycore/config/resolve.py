@@ -258,6 +258,11 @@ def _normalised(layer: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, An
     for key in ("rewards", "eval_rewards"):
         if isinstance(layer.get(key), list):
             layer[key] = [_as_reward(item) for item in layer[key]]
+    if isinstance(layer.get("dataset"), list):
+        layer["mixture"] = _parts_of(layer["dataset"])
+        layer["dataset"] = " + ".join(str(part.get("dataset")) for part in layer["mixture"])
+    elif "dataset" in layer and "mixture" in entry.config.model_fields:
+        layer = {"mixture": [], **layer}  # one dataset replaces a recipe's several
     if not isinstance(entry, Algorithm):
         return layer
     fields = layer.get("trl") or {}
@@ -280,6 +285,21 @@ def _normalised(layer: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, An
     if "trl" in layer:
         layer["trl"] = fields
     return layer
+
+
+def _parts_of(items: Sequence[Any]) -> list[dict[str, Any]]:
+    """Read datasets, each a mapping or `NAME:SHARE`; ConfigError where only some have a share."""
+    parts = []
+    for item in items:
+        named = re.fullmatch(r"(.+):(\d*\.?\d+)", item) if isinstance(item, str) else None
+        part = {"dataset": named[1], "share": float(named[2])} if named else {"dataset": item}
+        parts.append(dict(item) if isinstance(item, Mapping) else part)
+    without = [str(part.get("dataset")) for part in parts if "share" not in part]
+    if 0 < len(without) < len(parts):
+        raise ConfigError(
+            f"of several datasets all have a share or none, and {without[0]} has none; say e.g. {without[0]}:0.5"
+        )
+    return parts
 
 
 def _as_reward(item: Any) -> Any:

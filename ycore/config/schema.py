@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ycore.errors import ConfigError
+from ycore.errors import ConfigError, nearest
 from ycore.foreign import foreign_text
 
 Positive = Annotated[int, Field(gt=0, le=10**9, strict=True)]
@@ -323,6 +323,23 @@ class RowSettings(Strict):
     columns: dict[str, str] = {}
 
 
+class MixturePart(RowSettings):
+    """One dataset of several; what it does not say is the run's."""
+
+    dataset: str
+    share: Annotated[float, Field(gt=0)] = (
+        1.0  # of the prompts, beside the shares of the others
+    )
+    split: str = "train"
+    limit: Positive | None = None
+    rewards: list[str] | None = None  # those of the run's rewards that score it; None is all
+    environment: str | None = None  # of several --env, the one that its rows are played in
+
+    @property
+    def name(self) -> str:
+        return self.dataset.rpartition("/")[2]
+
+
 class ScoredConfig(BaseConfig):
     """A run that learns from rewards of what its model made."""
 
@@ -361,6 +378,8 @@ class RunConfig(ScoredConfig, RowSettings):
     """A run that learns from rollouts, or an evaluation."""
 
     algorithm: str = "grpo"
+    # Several datasets, whose prompts are drawn by shares: a list under `dataset`, which then names them all.
+    mixture: list[MixturePart] = []
     # What the policy may call: `file.py:function`, `package.module:function`, or `python`.
     tools: list[str] = []
     # What it acts in: `file.py:Class`, as TRL's `environment_factory`: `reset`, public methods, `get_reward`. Of
@@ -489,15 +508,22 @@ class RunConfig(ScoredConfig, RowSettings):
             columns["environment"] if len(self.env) > 1 else next(iter(self.environments), None)
         )
 
+    def unscored(self, part: MixturePart) -> tuple[int, ...]:
+        """List the indices of the rewards that are not for a dataset."""
+        names = [reward.reward for reward in self.rewards]
+        wanted = names if part.rewards is None else part.rewards
+        return tuple(index for index, name in enumerate(names) if name not in wanted)
+
     def for_evaluation(self) -> "EvalConfig | None":
         """Return the settings of an evaluation on the held-out rows; None where the run has none."""
         if self.eval_dataset is None:
             return None
         shared = {name: getattr(self, name) for name in RunConfig.model_fields}
-        rows = {
+        rows: dict[str, Any] = {
             "dataset": self.eval_dataset,
             "split": "train" if _names_file(self.eval_dataset) else self.eval_split or "test",
             "limit": self.eval_limit,
+            "mixture": [],
         }
         rewards = self.eval_rewards or self.rewards
         return EvalConfig.model_construct(
@@ -512,6 +538,7 @@ class RunConfig(ScoredConfig, RowSettings):
                 f"two environments of {', '.join(self.env)} have one name; give them names: --env NAME=file.py:Class"
             )
         self._check_unread()
+        self._check_mixture()
         self._check_policy_as_judge()
         self._check_carried()
         self._check_drafts()
@@ -538,8 +565,31 @@ class RunConfig(ScoredConfig, RowSettings):
                     f"{key} is {value!r}, and without {option} nothing reads it; give {option}, or leave it out"
                 )
 
+    def _check_mixture(self) -> None:
+        names = [part.name for part in self.mixture]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"the datasets of a run are told apart by their names, and they are {', '.join(names)}; rename one"
+            )
+        for part in self.mixture:
+            for kind, named, known in (
+                ("reward", part.rewards or [], [reward.reward for reward in self.rewards]),
+                ("environment", [part.environment or ""], ["", *self.environments]),
+            ):
+                for name in named:
+                    if name not in known:
+                        raise ConfigError(
+                            f"{part.name} names the {kind} {name!r}, which the run has not{nearest(name, known)}"
+                        )
+            if part.rewards == []:
+                raise ConfigError(
+                    f"{part.name} has no reward; name one, or leave `rewards` out"
+                )
+
     def _check_policy_as_judge(self) -> None:
         judges = [reward.reward for reward in self.rewards if reward.reward.startswith(AGREES)]
+        if judges and self.mixture:
+            raise ConfigError(f"{judges[0]} reads pairs of one dataset; give one --dataset")
         if len(judges) > 1:
             raise ConfigError(
                 f"the policy is asked as one judge, and the rewards are {' and '.join(judges)}; leave one"

@@ -1,9 +1,13 @@
 """The prompts of a run with rollouts, with the columns that rewards read, and the order in which a run draws them."""
 
 import hashlib
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ycore.config.schema import AGREES, RunConfig
@@ -36,6 +40,7 @@ class PromptSet:
         shows: The first row with a picture; None where no row has one.
         reading: What was read from which column, for the plan.
         samples: The first row of each order of roles, by its place in the file, for the plan to try its template on.
+        parts: The prompts of each dataset, where there are several.
     """
 
     prompts: Sequence[Prompt]
@@ -45,6 +50,7 @@ class PromptSet:
     shows: int | None = None
     reading: Mapping[str, Any] = field(default_factory=dict)
     samples: Mapping[str, int] = field(default_factory=dict)
+    parts: Mapping[str, "PromptSet"] = field(default_factory=dict)
 
     @property
     def identity(self) -> str:
@@ -59,6 +65,8 @@ def load_prompts(
 
     `as_chat` makes a text prompt a user's turn, for a model with a chat template. Pictures go into the `store`.
     """
+    if config.mixture:
+        return _mixed(config, as_chat=as_chat, store=store)
     if config.dataset or not config.env:
         table = read_table(
             config.dataset, split=config.split, seed=config.seed, limit=config.limit
@@ -77,6 +85,111 @@ def load_prompts(
     return to_prompts(table, config, as_chat=as_chat, store=store)
 
 
+def _mixed(config: RunConfig, **reading: Any) -> PromptSet:
+    """Read every dataset by its own columns, and lay them end to end."""
+    parts = {}
+    for part in config.mixture:
+        own = part.model_dump(
+            exclude_defaults=True, exclude={"share", "rewards", "environment"}
+        )
+        if part.environment is not None:
+            own["env"] = [f"{part.environment}={config.environments[part.environment]}"]
+        alone = config.model_copy(update={**own, "mixture": []})
+        parts[part.name] = load_prompts(alone, **reading)
+    if len({part.is_chat for part in parts.values()}) > 1:
+        kinds = [f"{name} {'chat' if part.is_chat else 'text'}" for name, part in parts.items()]
+        raise DataError(
+            f"the datasets of a run must all be chat or all be text, and they are {', '.join(kinds)}; change one"
+        )
+    rows = MixedRows(config, parts)
+    shown = [start + part.shows for start, part in rows.starts() if part.shows is not None]
+    return PromptSet(
+        rows,
+        rows.columns,
+        rows.digest,
+        is_chat=next(iter(parts.values())).is_chat,
+        shows=min(shown, default=None),
+        parts=parts,
+    )
+
+
+class MixedRows(Sequence[Prompt]):
+    """The rows of several datasets, one after the other, each with the columns of all; the ones that it lacks are None."""
+
+    def __init__(self, config: RunConfig, parts: Mapping[str, PromptSet]) -> None:
+        self.columns = tuple(
+            dict.fromkeys(name for part in parts.values() for name in part.columns)
+        )
+        self._parts = list(parts.values())
+        self._mixture = config.mixture
+        self._unscored = [config.unscored(part) for part in config.mixture]
+        self._lacking = dict.fromkeys(name for name in self.columns if name != "images")
+        self._ends = list(accumulate(len(part.prompts) for part in self._parts))
+
+    def starts(self) -> Iterator[tuple[int, PromptSet]]:
+        return zip([0, *self._ends], self._parts, strict=False)
+
+    def digest(self) -> str:
+        read = [part.digest() for part in self._parts]
+        return hashlib.sha256(repr(read).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: Any) -> Any:
+        row = range(len(self))[index]
+        number = bisect_right(self._ends, row)
+        part, rows = self._mixture[number], self._parts[number].prompts
+        prompt = rows[row - self._ends[number] + len(rows)]
+        columns = {**self._lacking, **prompt.columns}
+        if part.environment is not None:
+            columns["environment"] = part.environment
+        return replace(
+            prompt, row=row, columns=columns, dataset=part.name, unscored=self._unscored[number]
+        )
+
+    def order(self, seed: int) -> "MixedOrder":
+        sizes = tuple(len(part.prompts) for part in self._parts)
+        return MixedOrder(seed, sizes, tuple(Fraction(part.share) for part in self._mixture))
+
+
+def order_of(prompts: Sequence[Prompt], seed: int) -> "PromptOrder | MixedOrder":
+    """Return the order in which a run draws its prompts."""
+    if isinstance(prompts, MixedRows):
+        return prompts.order(seed)
+    return PromptOrder(seed=seed, num_rows=len(prompts))
+
+
+_BLOCK = 32  # positions in which datasets come in random order
+
+
+@dataclass(frozen=True, slots=True)
+class MixedOrder:
+    """The order of several datasets: of the first `n` positions each has its share, to within one and a block.
+
+    A pure function of its fields and the position. A dataset's own rows come in the order of `PromptOrder`.
+    """
+
+    seed: int
+    sizes: tuple[int, ...]
+    shares: tuple[Fraction, ...]
+
+    def row_at(self, position: int) -> int:
+        block, place = divmod(position, _BLOCK)
+        number = block * _BLOCK + int(_permutation(self.seed, block, _BLOCK)[place])
+        end, index = number + 1, len(self.sizes)
+        before, before_end = 0, 1
+        # Of `number` draws from the datasets up to one, a fixed part is from those before it.
+        while before != before_end:
+            index -= 1
+            kept = sum(self.shares[:index]) / sum(self.shares[: index + 1])
+            before, before_end = math.floor(number * kept), math.floor(end * kept)
+            if before != before_end:
+                number, end = before, before_end
+        own = PromptOrder(seed=self.seed, num_rows=self.sizes[index])
+        return sum(self.sizes[:index]) + own.row_at(number - before)
+
+
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
     """A permutation of the rows for each epoch: a pure function of seed, number of rows and position.
@@ -93,7 +206,7 @@ class PromptOrder:
         return int(_permutation(self.seed, epoch, self.num_rows)[place])
 
 
-@lru_cache(maxsize=2)  # a round that crosses the end of an epoch reads from both
+@lru_cache(maxsize=16)  # a round that crosses the end of an epoch reads from both
 def _permutation(seed: int, epoch: int, num_rows: int) -> "NDArray[int64]":
     from numpy.random import default_rng  # a dry run does without numpy
 

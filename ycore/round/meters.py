@@ -54,7 +54,7 @@ class RoundMeter:
 
     def begin(self) -> None:
         self.drawn = self.stale = self.num_tokens = self.num_masked = 0
-        # Of all completions, then of those in each of several environments.
+        # Of all completions, then of those in each of several datasets or environments.
         self.rewards: dict[str, list[float]] = {name: [] for name in ("", *self._environments)}
         self.problems: Counter[str] = Counter()
         self.generate_s = self.seconds = 0.0
@@ -70,7 +70,8 @@ class RoundMeter:
         self.num_masked += totals.count(None)
         self.rewards[""] += known
         if self._environments:
-            self.rewards[group.draw.prompt.columns["environment"]] += known
+            prompt = group.draw.prompt
+            self.rewards[prompt.dataset or prompt.columns["environment"]] += known
         self.problems.update(
             score.problem for scores_R in group.scores_GR for score in scores_R if score.problem
         )

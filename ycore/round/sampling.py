@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, Self
 
 from ycore.config.schema import RunConfig
-from ycore.data.prompts import PromptOrder
+from ycore.data.prompts import order_of
 from ycore.errors import DataError
 from ycore.round.curriculum import Curriculum
 from ycore.round.peers import Counts, Peers, Tally
@@ -118,7 +118,7 @@ class Rules:
         teaches_alone: every scored completion teaches, whatever its group's others got (a critic, groups of one).
         greedy_baseline: also write and score each prompt's greedy completion, ReMax's baseline. It is not trained on.
         cost: what training on a group costs; ranks get about the same.
-        environments: names of several, whose rewards are told apart.
+        environments: names of several, or of several datasets, whose rewards are told apart.
         num_prompts: prompts of the dataset; a round then draws no more than what is left to learn in them.
         in_order: take groups as they were drawn, not as they end: then the draws do not depend on how long each takes.
         max_in_flight: groups that this rank's engines can write at once. More stay unclaimed, for a rank that is free.
@@ -192,7 +192,8 @@ def rules_of(
         greedy_baseline=config.needs_greedy_baseline and not evaluates,
         # An environment may draw its world for each place in the order of prompts, also from one row.
         num_prompts=None if config.env else num_prompts,
-        environments=tuple(config.environments) if len(config.env) > 1 else (),
+        environments=tuple(part.name for part in config.mixture)
+        or (tuple(config.environments) if len(config.env) > 1 else ()),
         constraints=Constraints.of(config),
         in_order=config.deterministic,
         oversample=1.0 if evaluates else config.sampling.oversample,
@@ -423,11 +424,7 @@ class DrawSource:
     cursor: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._order = (
-            None
-            if self.seed is None
-            else PromptOrder(seed=self.seed, num_rows=len(self.prompts))
-        )
+        self._order = None if self.seed is None else order_of(self.prompts, self.seed)
 
     @classmethod
     def of_run(cls, config: RunConfig, prompts: Sequence[Prompt], **settings: Any) -> Self:

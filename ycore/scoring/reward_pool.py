@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -98,10 +98,12 @@ class RewardPool:
         columns: Mapping[str, list[Any]],
         *,
         step: int,
+        unasked: Collection[int] = (),
     ) -> list[list[Score]]:
         """Score completions together; a call that fails is repeated item by item, so that only the guilty are masked.
 
         Args:
+            unasked: the rewards that give nothing.
             columns: the dataset's columns by name, one value per completion.
             step: the training step, which rewards see as `trainer_state.global_step`.
 
@@ -116,10 +118,13 @@ class RewardPool:
             "completions": completions,
             "completion_ids": completion_ids,
         }
-        scores_RG = await together(
-            [self._score(source, offered, step) for source in range(len(self._callers))]
-        )
-        return [list(scores_R) for scores_R in zip(*scores_RG, strict=True)]
+        asked = [source for source in range(len(self._callers)) if source not in unasked]
+        scores_RG = await together([self._score(source, offered, step) for source in asked])
+        scores_GR = [[Score(None)] * len(self._callers) for _ in completions]
+        for source, scores_G in zip(asked, scores_RG, strict=True):
+            for scores_R, score in zip(scores_GR, scores_G, strict=True):
+                scores_R[source] = score
+        return scores_GR
 
     async def close(self) -> None:
         """Kill the workers, whatever they are doing; the pool cannot be used again."""
@@ -205,6 +210,7 @@ class RuleScorer(Scorer):
 
     pool: RewardPool
     images: ImageStore = NO_IMAGES
+    sources: Sequence[int] = ()
 
     @classmethod
     def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:
@@ -238,6 +244,9 @@ class RuleScorer(Scorer):
             [list(completion.token_ids) for completion in completions],
             columns | self.extra_columns(prompt, completions),
             step=group.step,
+            unasked=[
+                index for index, source in enumerate(self.sources) if source in prompt.unscored
+            ],
         )
 
     def extra_columns(

@@ -7,7 +7,7 @@ from ycore.config.algorithms import load_reference
 from ycore.config.schema import RewardConfig, RunConfig, ScoredConfig
 from ycore.data.prompts import PromptSet
 from ycore.engine.kinds import EngineKind
-from ycore.errors import ConfigError
+from ycore.errors import ConfigError, RewardError
 from ycore.judge.sources import is_agreement, is_judge, is_reward_model, is_teacher, teacher_of
 from ycore.placement.placement import JUDGE, ROLLOUT, check_placement, in_order, parse_placement
 from ycore.rewards.builtin import is_code, is_environment, is_reference
@@ -122,8 +122,19 @@ def _merge(model: ServedModel, other: ServedModel) -> ServedModel:
 
 def check_rows(config: RunConfig, prompts: PromptSet) -> None:
     """Raise UserError where a reward cannot be loaded, or the dataset lacks what it reads."""
-    for spec in config.rewards:
-        scorer_class(spec).check_rows(spec, config, prompts)
+    if not config.mixture:
+        for spec in config.rewards:
+            scorer_class(spec).check_rows(spec, config, prompts)
+    for part in config.mixture:
+        for index, spec in enumerate(config.rewards):
+            if index in config.unscored(part):
+                continue
+            try:
+                scorer_class(spec).check_rows(spec, config, prompts.parts[part.name])
+            except RewardError as problem:
+                raise RewardError(
+                    f"{part.name}: {problem}; or give it rewards of its own (`ycore docs datasets#several-datasets`)"
+                ) from None
 
 
 def check_models(config: RunConfig, *, engine: EngineKind) -> list[str]:
@@ -171,7 +182,7 @@ def build_scoring(
     rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec)]
     if rules:
         pool = reward_pool(config, folder, [config.rewards[source] for source in rules])
-        scorers.append((rules, RuleScorer(pool, ImageStore(folder.images))))
+        scorers.append((rules, RuleScorer(pool, ImageStore(folder.images), rules)))
         meters.append(pool)
     for source, spec in enumerate(config.rewards):
         if source not in rules:

@@ -84,6 +84,7 @@ def test_the_table_says_what_a_person_wants_to_know(capsys: pytest.CaptureFixtur
     assert "8.03 billion parameters, every weight" in told and "4 x H100" in told
     assert "zero3" in told and "zero2" not in told and "reference" in told
     assert "sync" in told and "wake-up" not in told
+    assert all(len(line) <= 80 for line in told.splitlines() if "trainer of a rank" in line)
     *_, before, line = told.splitlines()
     assert before == "the first runs with these options"
     assert line.startswith("  --processes 4") and "--beta" not in line

@@ -1,5 +1,6 @@
 """Plan the memory and time of a run from the model's config.json alone: on any devices, or on this machine's."""
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -322,7 +323,9 @@ def _memory_lines(forecast: StepForecast) -> Iterator[str]:
         for part, size in forecast.trainer.items()
         if size >= 0.005 * _GIB
     )
-    yield f"  trainer of a rank: {parts}"
+    yield from textwrap.wrap(
+        f"trainer of a rank: {parts}", 80, initial_indent="  ", subsequent_indent="    "
+    )
     for role, engine in forecast.engines.items():
         yield (
             f"  {role} engine: weights {engine.weights / _GIB:.2f}, cache {engine.kv_cache / _GIB:.2f} "

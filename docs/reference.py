@@ -33,7 +33,7 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
         "ycore/reward": ("reward", "mean of the weighted sum of the rewards over all completions drawn in the step: how good the policy is"),
         "reward, reward_std": ("reward", "its mean and deviation over the completions trained on; dynamic sampling leaves out groups that are all right or all wrong"),
         "rewards/NAME/mean, rewards/NAME/std": ("reward", "one reward over the completions trained on"),
-        "ycore/reward/NAME": ("reward", "the mean of one reward over all completions drawn, where there are several"),
+        "ycore/reward/NAME": ("reward", "the same of each dataset or environment, where there are several"),
         "frac_reward_zero_std": ("share", "groups of the step whose rewards are all equal: they teach nothing"),
         "ycore/kept": ("share", "completions that `--keep` keeps ([own-functions.md](own-functions.md))"),
         "ycore/masked": ("completions", "completions that no reward could score"),

@@ -238,7 +238,7 @@ OPTIONS: Mapping[str, Any] = {
 """The options of the commands, by the names under which a command gets them."""
 
 Datasets = texts(
-    "Hub id, JSONL, CSV or Parquet file, or a task; may be repeated, with shares: a.jsonl:0.7; e.g. task:addition.",
+    "Hub id, JSONL, CSV or Parquet file, or a task; may be repeated, as a.jsonl:0.7.",
     "--dataset",
     metavar="NAME[:SHARE]",
 )

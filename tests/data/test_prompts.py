@@ -25,6 +25,7 @@ from ycore.data.prompts import (
     to_prompts,
 )
 from ycore.errors import DataError
+from ycore.round.sampling import DrawSource, Shard
 from ycore.types import Prompt
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -612,3 +613,30 @@ def test_datasets_of_chats_and_of_texts_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl text, b\.jsonl chat; change one"):
         load_prompts(mixed)
     assert load_prompts(mixed, as_chat=True).is_chat
+
+
+def test_ranks_and_a_resumed_run_draw_several_datasets_alike(tmp_path: Path) -> None:
+    parts = [
+        {
+            "dataset": str(
+                write(tmp_path / f"{name}.jsonl", *({"prompt": f"{name}{n}"} for n in range(5)))
+            )
+        }
+        for name in "ab"
+    ]
+    mixed = RunConfig.model_validate({**config("both").model_dump(), "mixture": parts})
+
+    def source(shard: Shard) -> DrawSource:
+        rows = load_prompts(mixed).prompts
+        return DrawSource(rows, seed=3, encode=lambda _: (1,), max_prompt_tokens=1, shard=shard)
+
+    def drawn(draws: DrawSource, count: int) -> list[Any]:
+        return [draws.draw().prompt.content for _ in range(count)]
+
+    whole = drawn(source(Shard()), 40)
+    ranks = [drawn(source(Shard(rank, 2)), 20) for rank in range(2)]
+    assert [content for pair in zip(*ranks, strict=True) for content in pair] == whole
+    begun, resumed = source(Shard()), source(Shard())
+    assert drawn(begun, 13) == whole[:13]
+    resumed.load_state_dict(begun.state_dict())
+    assert drawn(resumed, 27) == whole[13:]

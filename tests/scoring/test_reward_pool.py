@@ -157,7 +157,7 @@ def test_a_reward_of_another_dataset_is_not_called(folder: Path) -> None:
     async def run() -> list[list[Score]]:
         async with pool_of("sums", "good") as pool:
             return await pool.score(
-                ["?"], ["a"], [[1]], {"answer": [None]}, step=1, unasked=[0]
+                ["?"], ["a"], [[1]], {"answer": [None]}, step=1, uncalled=[0]
             )
 
     assert bounded(run()) == [[Score(None), Score(1.0)]]

@@ -89,12 +89,12 @@ def _mixed(config: RunConfig, **reading: Any) -> PromptSet:
     """Read every dataset by its own columns, and lay them end to end."""
     parts = {}
     for part in config.mixture:
-        own = part.model_dump(
+        settings = part.model_dump(
             exclude_defaults=True, exclude={"share", "rewards", "environment"}
         )
         if part.environment is not None:
-            own["env"] = [f"{part.environment}={config.environments[part.environment]}"]
-        alone = config.model_copy(update={**own, "mixture": []})
+            settings["env"] = [f"{part.environment}={config.environments[part.environment]}"]
+        alone = config.model_copy(update={**settings, "mixture": []})
         parts[part.name] = load_prompts(alone, **reading)
     if len({part.is_chat for part in parts.values()}) > 1:
         kinds = [f"{name} {'chat' if part.is_chat else 'text'}" for name, part in parts.items()]
@@ -186,8 +186,8 @@ class MixedOrder:
             before, before_end = math.floor(number * kept), math.floor(end * kept)
             if before != before_end:
                 number, end = before, before_end
-        own = PromptOrder(seed=self.seed, num_rows=self.sizes[index])
-        return sum(self.sizes[:index]) + own.row_at(number - before)
+        rows = PromptOrder(seed=self.seed, num_rows=self.sizes[index])
+        return sum(self.sizes[:index]) + rows.row_at(number - before)
 
 
 @dataclass(frozen=True, slots=True)

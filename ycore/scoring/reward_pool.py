@@ -98,12 +98,12 @@ class RewardPool:
         columns: Mapping[str, list[Any]],
         *,
         step: int,
-        unasked: Collection[int] = (),
+        uncalled: Collection[int] = (),
     ) -> list[list[Score]]:
         """Score completions together; a call that fails is repeated item by item, so that only the guilty are masked.
 
         Args:
-            unasked: the rewards that give nothing.
+            uncalled: the rewards that give nothing.
             columns: the dataset's columns by name, one value per completion.
             step: the training step, which rewards see as `trainer_state.global_step`.
 
@@ -118,10 +118,10 @@ class RewardPool:
             "completions": completions,
             "completion_ids": completion_ids,
         }
-        asked = [source for source in range(len(self._callers)) if source not in unasked]
-        scores_RG = await together([self._score(source, offered, step) for source in asked])
+        called = [source for source in range(len(self._callers)) if source not in uncalled]
+        scores_RG = await together([self._score(source, offered, step) for source in called])
         scores_GR = [[Score(None)] * len(self._callers) for _ in completions]
-        for source, scores_G in zip(asked, scores_RG, strict=True):
+        for source, scores_G in zip(called, scores_RG, strict=True):
             for scores_R, score in zip(scores_GR, scores_G, strict=True):
                 scores_R[source] = score
         return scores_GR
@@ -244,7 +244,7 @@ class RuleScorer(Scorer):
             [list(completion.token_ids) for completion in completions],
             columns | self.extra_columns(prompt, completions),
             step=group.step,
-            unasked=[
+            uncalled=[
                 index for index, source in enumerate(self.sources) if source in prompt.unscored
             ],
         )

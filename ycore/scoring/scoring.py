@@ -233,10 +233,10 @@ class Scoring:
     async def score(self, group: PendingGroup) -> list[list[Score]]:
         """Return `scores_GR`: a score for each completion and reward source."""
         unscored = group.draw.prompt.unscored
-        asked = [pair for pair in self._scorers if not set(pair[0]).issubset(unscored)]
-        parts = await together([scorer.score(group) for _, scorer in asked])
+        scorers = [pair for pair in self._scorers if not set(pair[0]).issubset(unscored)]
+        parts = await together([scorer.score(group) for _, scorer in scorers])
         scores_GR = [[Score(None)] * self._num_sources for _ in range(len(group))]
-        for (sources, _), part in zip(asked, parts, strict=True):
+        for (sources, _), part in zip(scorers, parts, strict=True):
             for scores_R, new_scores in zip(scores_GR, part, strict=True):
                 for source, score in zip(sources, new_scores, strict=True):
                     scores_R[source] = score

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from tests.tiny_model import write_tiny_model
 from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig
 from ycore.evaluation.preflight import (
     PreflightMeasurements,
     add_groups,
-    parse_measurements,
     preflight_verdict,
     samples_of,
 )
@@ -84,7 +84,9 @@ def preflight(folder: RunFolder) -> tuple[PreflightMeasurements, list[dict[str, 
     )
     assert done.returncode == 0, done.stderr
     told = json.loads((folder.root / "preflight.json").read_text())
-    return parse_measurements(told["preflight"]), told["samples"]
+    return TypeAdapter(PreflightMeasurements).validate_python(told["preflight"]), told[
+        "samples"
+    ]
 
 
 def test_truncation_equal_rewards_and_a_long_prompt_are_measured(

@@ -1,7 +1,6 @@
 """The verdict on what a preflight measured: everything that keeps a run from learning is named, with the way out."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +8,6 @@ from ycore.evaluation.preflight import (
     JudgeCalls,
     PreflightMeasurements,
     PromptLengths,
-    parse_measurements,
     preflight_verdict,
 )
 
@@ -125,8 +123,3 @@ def test_no_longer_completion_is_advised_than_the_context_has_room_for() -> None
     lengths = PromptLengths(rows=1, longest=1900, longest_row=0, too_long=0, room=1920)
     judged = preflight_verdict(replace(GOOD, truncated=1.0, prompts=lengths))
     assert "--max-tokens 148" in judged.in_words
-
-
-def test_measurements_survive_json() -> None:
-    measured = replace(GOOD, judges=JudgeCalls(3, 1))
-    assert parse_measurements(json.loads(json.dumps(asdict(measured)))) == measured

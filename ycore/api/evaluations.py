@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +105,10 @@ def preflight_config(config: RunConfig) -> RunConfig:
 
 def run_preflight(config: RunConfig) -> dict[str, Any]:
     """Check and measure; the measurements, a few completions and the verdict, as JSON values."""
-    from ycore.evaluation.preflight import parse_measurements, preflight_verdict
     from ycore.launch.launcher import PREFLIGHT, run_worker
 
     checked_plan(config, trains=False)
-    summary = run_worker(PREFLIGHT, config)
-    return {
-        **summary,
-        "output": config.output,
-        **asdict(preflight_verdict(parse_measurements(summary["preflight"]))),
-    }
+    return {**run_worker(PREFLIGHT, config), "output": config.output}
 
 
 def preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import TypeAdapter
-
 from ycore.evaluation.evaluator import own_model, started
 from ycore.evaluation.held_out import mean_of_known
 from ycore.run.files import write_json_atomic
@@ -97,8 +95,10 @@ def _preflight(root: Path) -> None:
     from ycore.round.assemble import assemble
 
     measured, samples = measure_round(assemble(root))
+    verdict = asdict(preflight_verdict(measured))
     write_json_atomic(
-        root / "preflight.json", {"preflight": asdict(measured), "samples": samples}
+        root / "preflight.json",
+        {"preflight": asdict(measured), "samples": samples, **verdict},
     )
 
 
@@ -255,11 +255,6 @@ def preflight_verdict(measured: PreflightMeasurements) -> PreflightVerdict:
     count = "one thing" if len(findings) == 1 else f"{len(findings)} things"
     words = f"this run can learn, with {count} to mend first: {first}"
     return PreflightVerdict(True, words, tuple(findings))
-
-
-def parse_measurements(preflight: Mapping[str, Any]) -> PreflightMeasurements:
-    """Read the measurements of a preflight.json, which has them as `dataclasses.asdict` gives them."""
-    return TypeAdapter(PreflightMeasurements).validate_python(preflight)
 
 
 _Rule = tuple[Level | None, str, str]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ycore.errors import ModelError, nearest
-from ycore.models.chat_template import ChatTemplate
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter
 from ycore.models.folder import (
+    ChatTemplate,
     context_length,
     inspect_folder,
     read_settings,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.models.folder import ChatTemplate
+from ycore.models.names import ChatTemplate
 
 SOURCE = (
     "{{ bos_token }}{% if tools %}{{ tools | tojson }}\n{% endif %}"

@@ -17,8 +17,7 @@ from tests.tiny_model import write_tiny_model
 from ycore.errors import ModelError
 from ycore.models.convert import _merge_adapter
 from ycore.models.fetch import convert, download_gguf, fetch_model
-from ycore.models.folder import read_settings
-from ycore.models.names import BUILTIN, resolve_model
+from ycore.models.names import BUILTIN, read_settings, resolve_model
 
 HIDDEN, HEADS, MIDDLE = 32, 2, 64
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"

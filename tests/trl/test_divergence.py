@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.trl.divergence_definitions import exact, gradient
-from ycore.trl.divergence import DIVERGENCES, stand_in
+from ycore.trl.importance import DIVERGENCES, stand_in
 
 NAMES = sorted(DIVERGENCES)
 

@@ -12,8 +12,8 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
-from ycore.trl.divergence import DIVERGENCES
 from ycore.trl.grpo import GMPORoundTrainer
+from ycore.trl.importance import DIVERGENCES
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score
 

@@ -13,8 +13,13 @@ from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
 from ycore.errors import ConfigError, RewardError
 from ycore.launch.layout import Site
 from ycore.launch.machine_checks import check_run
-from ycore.models.folder import ChatTemplate
-from ycore.models.names import ModelPlan, require_chat_template, require_sight, sighted_family
+from ycore.models.names import (
+    ChatTemplate,
+    ModelPlan,
+    require_chat_template,
+    require_sight,
+    sighted_family,
+)
 from ycore.rewards.builtin import is_environment, is_reference
 from ycore.sandbox.level import choose_level
 from ycore.scoring.scorers import (

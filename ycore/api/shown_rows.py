@@ -10,8 +10,7 @@ from ycore.config.schema import RunConfig
 from ycore.data.examples import ExampleSet
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import DataError, ModelError
-from ycore.models.folder import ChatTemplate
-from ycore.models.names import ModelPlan, resolve_model
+from ycore.models.names import ChatTemplate, ModelPlan, resolve_model
 from ycore.types import Content, Prompt, said
 
 _ANSWERS = {"completion": "learned", "chosen": "better", "rejected": "worse"}

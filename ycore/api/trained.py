@@ -25,8 +25,7 @@ from ycore.launch.guardian import guarded
 from ycore.launch.layout import this_machine
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter
 from ycore.models.fetch import fetch_model
-from ycore.models.folder import read_settings
-from ycore.models.names import hub_id, resolve_model
+from ycore.models.names import hub_id, read_settings, resolve_model
 from ycore.placement.placement import JUDGE
 from ycore.run.claim import Claim, stored_config
 from ycore.run.files import read_json

@@ -15,7 +15,7 @@ from ycore.data.prompts import RESERVED_COLUMNS, PromptSet
 from ycore.data.source import read_table
 from ycore.errors import ConfigError, DataError, ModelError, nearest
 from ycore.flow.flow_settings import IMAGES, FlowConfig
-from ycore.models.folder import read_settings
+from ycore.models.names import read_settings
 from ycore.types import Prompt
 
 _INSTALL = "pip install 'ycore[pictures]'"

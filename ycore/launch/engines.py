@@ -28,8 +28,7 @@ from ycore.launch.device_memory import (
 )
 from ycore.launch.layout import Site
 from ycore.models.fetch import fetch_model
-from ycore.models.folder import context_length
-from ycore.models.names import resolve_model
+from ycore.models.names import context_length, resolve_model
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.plan.sharing import DeviceSharing
 from ycore.run.files import read_json

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import ModelError, nearest
-from ycore.models.folder import read_settings
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cached_snapshot
-from ycore.models.names import BUILTIN
+from ycore.models.names import BUILTIN, read_settings
 
 KNOWN_CONFIGS: Mapping[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("models.json").read_text()

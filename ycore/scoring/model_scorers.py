@@ -22,8 +22,7 @@ from ycore.judge.sources import (
     reward_model_of,
     teacher_of,
 )
-from ycore.models.folder import read_settings
-from ycore.models.names import resolve_model
+from ycore.models.names import read_settings, resolve_model
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.rewards.builtin import (
     REFERENCE,

@@ -26,7 +26,7 @@ from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import derive_batch, derive_tune_batch, trl_arguments
 from ycore.data.examples import Example, ExampleSet
 from ycore.errors import ConfigError
-from ycore.models.folder import context_length, read_settings
+from ycore.models.names import context_length, read_settings
 from ycore.rewards.loading import reward_names
 from ycore.run.paths import RunFolder
 from ycore.trl.base import BaseTrainer, bare

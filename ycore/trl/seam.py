@@ -35,7 +35,6 @@ from ycore.trl.batches import (
     later_prompt_lengths,
     loss_mask,
 )
-from ycore.trl.divergence import stand_in
 from ycore.trl.forward import (
     PaddedRows,
     Pictures,
@@ -45,7 +44,7 @@ from ycore.trl.forward import (
     packed_scores,
     skip_absent_pictures,
 )
-from ycore.trl.importance import absolute_gap, importance_ratio
+from ycore.trl.importance import absolute_gap, importance_ratio, stand_in
 from ycore.trl.offload import Offload
 from ycore.trl.packing import packs_pictures, path_of, use_segments
 from ycore.types import Group
@@ -66,7 +65,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
     Args:
         advantage: replaces TRL's advantages; None keeps them.
-        divergence: replaces TRL's KL term, see `divergence.stand_in`.
+        divergence: replaces TRL's KL term, see `importance.stand_in`.
     """
 
     rounds: RoundSource

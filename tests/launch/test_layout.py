@@ -1,5 +1,9 @@
 """From `processes` and `accelerate` to ranks, machines and accelerate's config, or to one line that says why not."""
 
+import re
+import signal
+import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -397,3 +401,41 @@ def test_an_environment_that_says_no_place_is_one_line(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=problem):
         layout_of(config(), EIGHT)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "several-machines.md"
+# `srun` here runs its words once, as the first task; `ycore` stops for a SIGTERM, or ends with $ENDS.
+STUBS = {
+    "srun": 'echo "srun $*" >> said; export SLURM_PROCID=0; exec "$@"',
+    "scontrol": 'echo "scontrol $*" >> said',
+    "ycore": 'echo "ycore $*" >> said; trap "exit 130" TERM; mkdir -p runs/first; touch runs/first/run.json started; '
+    '[ -n "$ENDS" ] && exit $ENDS; while :; do sleep 0.1; done',
+}
+
+
+def test_the_job_of_the_docs_saves_before_its_limit_and_goes_on(tmp_path: Path) -> None:
+    job = re.search(r"```bash\n(#!/bin/bash\n.*?)```", PAGE.read_text("utf-8"), re.S)
+    assert (
+        job is not None and "--signal=B:USR1@600" in job[1] and "--ntasks-per-node=1" in job[1]
+    )
+    (tmp_path / "job").write_text(job[1])
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+
+    def start(ends: str) -> "subprocess.Popen[bytes]":
+        variables = {**environment, "ENDS": ends}
+        return subprocess.Popen(["bash", "job"], cwd=tmp_path, env=variables)
+
+    first = start("")
+    while not (tmp_path / "started").exists():
+        time.sleep(0.05)
+    first.send_signal(signal.SIGUSR1)
+    assert first.wait(60) == 130
+    assert [start(ends).wait(60) for ends in ("0", "1", "130")] == [0, 1, 130]
+    said = (tmp_path / "said").read_text().splitlines()
+    words = [line for line in said if not line.startswith("srun")]
+    resumed = "ycore resume runs/first"
+    assert words[0].startswith("ycore grpo --recipe mine.yaml")
+    assert words[1:] == ["scontrol requeue 7", resumed, resumed, resumed, "scontrol requeue 7"]

@@ -238,6 +238,7 @@ def read_rounds(journal: Path) -> Rounds:
                 "step": label["step"],
                 "groups": groups,
                 "states": [part["state"] for part in parts],
+                "stale": parts[0]["metrics"].get("ycore/sampling/stale", 0.0),
             }
         )
     return rounds
@@ -259,6 +260,8 @@ def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
     lost = [place for place in drawn if place not in taken and not is_dull(order.row_at(place))]
     twice = sorted(place for place, count in taken.items() if count > 1)
     unknown = sorted(taken.keys() - set(drawn))
+    if len(lost) <= sum(round_["stale"] for round_ in rounds):
+        lost = []  # too old to be trained on, and counted
     problems = {"lost": lost, "taken twice": twice, "never drawn": unknown}
     return [
         f"prompts {what}, at positions {places}" for what, places in problems.items() if places

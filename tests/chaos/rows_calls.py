@@ -7,7 +7,7 @@ compared with the time of the steps. Work inside the engine counts in full, beca
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -111,7 +111,7 @@ def account_row(bench: Bench) -> Row:
     """Kills of the trainer at random moments; in turn it goes on with as many ranks, with fewer and with more."""
     oracle = bench.oracle()
     moments = draw_moments(
-        max(len(_RANKS), bench.count // 3),
+        max(len(RANKS), bench.count // 3),
         steps=bench.job.steps,
         seed=bench.seed,
         row="account",
@@ -119,7 +119,7 @@ def account_row(bench: Bench) -> Row:
 
     def one(case: tuple[int, Moment]) -> Outcome:
         number, moment = case
-        before, after = _RANKS[number % len(_RANKS)]
+        before, after = RANKS[number % len(RANKS)]
         attempt = partial(account_trial, oracle, bench.setting, before=before, after=after)
         return until_it_lands(attempt, f"account-{number}-{before}-to-{after}", moment)
 
@@ -127,23 +127,22 @@ def account_row(bench: Bench) -> Row:
     return row_of("account", "kill -9, other ranks: no prompt is lost or taken twice", outcomes)
 
 
-def carried_row(bench: Bench) -> Row:
-    """Kills of the trainer at random moments, where completions go on in later rounds; one rank, whose engine takes its
-    time for each token, so that rounds end with some under way."""
-    oracle, name = bench.oracle(), "kill-carried"
+def carried_row(bench: Bench, name: str, option: Sequence[str], ranks: Sequence[Any]) -> Row:
+    """Kills of the trainer at random moments, where completions go on in later rounds; an engine takes its time for
+    each token, so that rounds end with some under way. `ranks`: pairs of their numbers before and after, in turn."""
+    oracle = bench.oracle()
     moments = draw_moments(
         max(3, bench.count // 3), steps=bench.job.steps, seed=bench.seed, row=name
     )
     setting = replace(
         bench.setting, scripted={**(bench.setting.scripted or {}), "--token-s": "0.03"}
     )
-    slow = replace(
-        oracle, job=replace(oracle.job, more=(*oracle.job.more, "--oversample", "2"))
-    )
+    slow = replace(oracle, job=replace(oracle.job, more=(*oracle.job.more, *option)))
 
     def one(case: tuple[int, Moment]) -> Outcome:
         number, moment = case
-        attempt = partial(account_trial, slow, setting)
+        before, after = ranks[number % len(ranks)]
+        attempt = partial(account_trial, slow, setting, before=before, after=after)
         outcome = until_it_lands(attempt, f"{name}-{number}", moment)
         rounds = read_rounds(RunFolder(setting.place / outcome.name).journal)
         if not any(
@@ -162,7 +161,7 @@ def carried_row(bench: Bench) -> Row:
     )
 
 
-_RANKS = ((1, 1), (2, 1), (1, 2))
+RANKS = ((1, 1), (2, 1), (1, 2))
 
 
 def account_trial(

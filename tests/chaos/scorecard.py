@@ -19,7 +19,14 @@ from tests.chaos.bench import Bench, Row, as_json, as_lines
 from tests.chaos.job import Job, Tier, write_inputs
 from tests.chaos.moments import draw_moments
 from tests.chaos.patches import PATIENT, copy_package
-from tests.chaos.rows_calls import account_row, calls_row, carried_row, cost_row, stale_row
+from tests.chaos.rows_calls import (
+    RANKS,
+    account_row,
+    calls_row,
+    carried_row,
+    cost_row,
+    stale_row,
+)
 from tests.chaos.rows_ends import ends_row
 from tests.chaos.rows_files import (
     damaged_round_row,
@@ -76,7 +83,12 @@ _SCRIPTED: dict[str, MakeRow] = {
     "stop-world": stop_world_row,
     "full-disk-world": disk_world_row,
     "account": account_row,
-    "kill-carried": carried_row,
+    "kill-carried": partial(
+        carried_row, name="kill-carried", option=("--oversample", "2"), ranks=((1, 1),)
+    ),
+    "kill-stream": partial(
+        carried_row, name="kill-stream", option=("--max-staleness", "3"), ranks=RANKS
+    ),
     "calls": calls_row,
     "stale-weights": stale_row,
     "mutations": mutation_row,

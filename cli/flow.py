@@ -22,7 +22,8 @@ Conditions = o.text(
     "Rows that each ask for a class; or `classes`, each once; e.g. prompts.jsonl.", "--dataset"
 )
 PictureReward = o.texts(
-    "A function of images, file.py:function; may be repeated; e.g. rewards.py:score.",
+    "A function of images, file.py:function, or a judge that sees, judge:FILE.yaml; may be repeated; e.g. "
+    "rewards.py:score.",
     "--reward",
     metavar="NAME",
 )
@@ -70,6 +71,7 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     """Plan the run as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.flow.flow_inputs import flow_model, load_conditions
     from ycore.flow.flow_settings import IMAGES
+    from ycore.judge.sources import check_picture_judges, is_judge
     from ycore.rewards.worker_client import check_reward
     from ycore.run.claim import check_claim, contents_of
     from ycore.run.resuming import check_began_with
@@ -79,14 +81,16 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     model = flow_model(config.model)
     prompts = load_conditions(config, num_classes=model.num_classes)
     columns = [*prompts.columns, IMAGES]
+    check_picture_judges(config, prompts.columns)
     for reward in (*config.rewards, *config.eval_rewards):
-        check_reward(
-            reward,
-            columns,
-            settings=config.reward_workers,
-            sandbox=config.sandbox,
-            run_folder=Path(config.output),
-        )
+        if not is_judge(reward):
+            check_reward(
+                reward,
+                columns,
+                settings=config.reward_workers,
+                sandbox=config.sandbox,
+                run_folder=Path(config.output),
+            )
     home = RunFolder(Path(config.output))
     check_claim(home, config, resume=resume, resume_options=how)
     if resume and not how.accept_changes:

@@ -9,6 +9,7 @@ from ycore_cli.main import run
 from tests.chaos.command_lines import replaced
 from tests.flow.conftest import save_tiny_model
 
+ASKS = "messages:\n- {role: user, content: '{completion} {rubric} {labl} {how_to_answer}'}\n"
 REWARD = "def bright(images, label):\n    return [0.0 for _ in images]\n"
 
 
@@ -18,6 +19,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("YCORE_CACHE", str(tmp_path / "cache"))
     save_tiny_model(tmp_path / "tiny")
     (tmp_path / "rewards.py").write_text(REWARD)
+    there = "base_url: http://localhost:9/v1\nmodel: eyes\n"
+    for name, keys in (
+        ("here", ""),
+        ("pairs", f"{there}mode: pairwise\n"),
+        ("column", f"{there}{ASKS}"),
+    ):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"{keys}rubric: Is it right?\nverdict: {{kind: score}}\n"
+        )
     (tmp_path / "prompts.jsonl").write_text('{"label": 0}\n{"label": 2}\n')
     return tmp_path
 
@@ -79,7 +89,16 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
             ["--set", "trl.beta=0.1"],
             "ycore flow takes no trl, and it is {'beta': 0.1}; leave it out",
         ),
-        (["--reward", "judge:cheerful"], "a reward of ycore flow is a function of images"),
+        (
+            ["--reward", "judge:here.yaml"],
+            "would be served here, where judges read text only; give it a base_url",
+        ),
+        (
+            ["--eval-reward", "judge:pairs.yaml"],
+            "is pairwise, and pictures are judged one by one",
+        ),
+        (["--reward", "judge:column.yaml"], "a field of its messages is 'labl'"),
+        (["--reward", "judge:nothing.yaml"], "nothing.yaml"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -670,7 +670,7 @@ def test_each_token_of_a_stream_has_its_versions_logprob(
         run_id="test-stream",
     )
     in_flight = InFlight(
-        lambda ids: str(len(ids)), max_tokens=200, max_age=3, rules=rules, streams=True
+        lambda ids: str(len(ids)), max_tokens=200, max_age=3, seed=1, group_size=2, streams=True
     )
     prompts = [Prompt(row, "") for row in range(len(PROMPTS))]
     controller = ControllerAhead(

@@ -1,11 +1,18 @@
 """A whole run of a tiny flow model in this process: it learns, is killed anywhere, and goes on to the bit."""
 
+import base64
+import io
 import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.flow.conftest import save_tiny_model
 from ycore.config.resolve import resolve_any
@@ -205,3 +212,66 @@ def test_a_run_learns(method: str, model: Path, tmp_path: Path) -> None:
         if "ycore/eval/reward" in row
     ]
     assert measured[-1]["ycore/eval/reward/low"] > measured[0]["ycore/eval/reward"]
+
+
+@pytest.fixture
+def judge_that_sees() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The address of a server that answers with the brightness of the picture it is shown; what it was asked."""
+    asked: list[dict[str, Any]] = []
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body)
+            picture, text = body["messages"][-1]["content"]
+            data = base64.b64decode(picture["image_url"]["url"].partition(",")[2])
+            light = Image.open(io.BytesIO(data)).convert("L").resize((1, 1)).getpixel((0, 0))
+            tag = re.findall(r"<(score-[0-9a-f]{6})>", text["text"])[-1]
+            message = {"role": "assistant", "content": f"<{tag}>{light / 25.5:.1f}</{tag}>"}
+            answer = {
+                "choices": [{"message": message, "finish_reason": "stop"}],
+                "usage": {"completion_tokens": 5},
+            }
+            data = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+        server.shutdown()
+
+
+def test_a_judge_at_an_address_is_shown_each_picture(
+    judge_that_sees: tuple[str, list[dict[str, Any]]], model: Path, tmp_path: Path
+) -> None:
+    address, asked = judge_that_sees
+    judge = {
+        "base_url": address, "model": "eyes", "mode": "pointwise", "rubric": "How bright is it?",
+        "verdict": {"kind": "score", "min": 0, "max": 10}, "retries": 0,
+    }  # fmt: skip
+    reward = {"reward": "judge:bright", "args": judge}
+    run = start(tmp_path / "run", model, flow=FLOWS["nft"], rewards=[reward], steps=2)
+    finish(run)
+    rows = [
+        row
+        for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if "ycore/time/step" in row
+    ]
+    assert len(rows) == 2 and all(
+        row["ycore/judge/calls"] >= 8 and row["ycore/judge/parse_failures"] == 0 for row in rows
+    )
+    assert 0 < rows[0]["reward"] < 1 and rows[0]["ycore/skipped"] == 0
+    pictures = {body["messages"][-1]["content"][0]["image_url"]["url"] for body in asked}
+    assert len(pictures) > 8, "each question shows its own picture"
+    codes = {
+        re.findall(r"score-[0-9a-f]{6}", body["messages"][-1]["content"][1]["text"])[-1]
+        for body in asked
+    }
+    assert len(codes) >= len(pictures), "and no verdict can be copied from another"
+    assert "[picture 1]" in asked[0]["messages"][-1]["content"][1]["text"]

@@ -277,7 +277,8 @@ def make_in_flight(
         lambda ids: str(len(ids) % 10),
         max_tokens=MAX_TOKENS,
         max_age=max_age,
-        rules=parts["rules"],
+        seed=parts["rules"].seed,
+        group_size=parts["rules"].group_size,
         streams=streams,
     )
     return make(in_flight=in_flight, **parts)

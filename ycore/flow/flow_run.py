@@ -26,8 +26,8 @@ from ycore.flow.picture_rounds import (
     drop_pictures,
     measure,
     picture_controller,
-    picture_scoring,
 )
+from ycore.flow.picture_scoring import picture_scoring
 from ycore.flow.sampler import FlowPolicy, OnePicture, PictureEngine, Trajectories
 from ycore.round.journal import Journal
 from ycore.run.checkpoints import (
@@ -77,6 +77,7 @@ class FlowRun:
             dataset.prompts,
             self._engine,
             OnePicture(path),
+            picture_scoring(config, config.rewards, self.home),
             journal,
         )
         self.stop = self.controller.stop

@@ -15,7 +15,7 @@ from ycore.config.schema import (
     Strict,
     a_fifth,
 )
-from ycore.errors import ConfigError
+from ycore.errors import ConfigError, nearest
 
 IMAGES = "images"
 """The argument in which reward functions get pictures, one a completion, beside the dataset's columns."""
@@ -109,11 +109,11 @@ class FlowConfig(ScoredConfig):
                 raise ConfigError(f"ycore flow takes no sampling.{key}; leave it out")
         for spec in (*self.rewards, *self.eval_rewards):
             if ":" not in spec.reward or spec.reward.startswith(
-                ("judge:", "rm:", "teacher:", "agrees:", "task:")
+                ("rm:", "teacher:", "agrees:", "task:")
             ):
                 raise ConfigError(
-                    "a reward of ycore flow is a function of images, file.py:function or package.module:function; it is "
-                    f"{spec.reward!r}"
+                    "a reward of ycore flow is a function of images, file.py:function or package.module:function, or "
+                    f"judge:FILE.yaml; it is {spec.reward!r}{nearest(spec.reward, [])}"
                 )
             if spec.constraint:
                 raise ConfigError(

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ycore.config.schema import RewardConfig
 from ycore.evaluation.held_out import RIGHT_FROM, as_metrics, with_interval
 from ycore.flow.flow_math import SamplingPath
-from ycore.flow.flow_settings import IMAGES, FlowConfig
+from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.sampler import (
     NOWHERE,
     FlowPolicy,
@@ -37,28 +36,8 @@ from ycore.run.paths import RunFolder
 from ycore.run.tasks import together
 from ycore.run.trace import TraceWriter
 from ycore.scoring.group_rewards import min_stds, total_reward
-from ycore.scoring.reward_pool import RuleScorer, reward_pool
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Prompt, Score
-
-
-class PictureScorer(RuleScorer):
-    """Reward functions of pictures: in `images` they get the one that each completion is."""
-
-    def extra_columns(
-        self, prompt: Prompt, completions: Sequence[Completion]
-    ) -> dict[str, list[Any]]:
-        pictures = [Picture.of(completion.text).image for completion in completions]
-        return {IMAGES: [str(self.images.path(picture.sha256)) for picture in pictures]}
-
-
-def picture_scoring(
-    config: FlowConfig, specs: Sequence[RewardConfig], folder: RunFolder
-) -> Scoring:
-    """Return the scoring by the run's rewards, or by its held-out judges, which are functions too."""
-    pool = reward_pool(config, folder, specs)
-    scorer = PictureScorer(pool, ImageStore(folder.images))
-    return Scoring([(range(len(specs)), scorer)], [pool])
 
 
 def picture_controller(
@@ -67,6 +46,7 @@ def picture_controller(
     prompts: Sequence[Prompt],
     engine: PictureEngine,
     writer: OnePicture,
+    scoring: Scoring,
     journal: Journal,
 ) -> Controller:
     """Return the controller of the one rank, with the one engine that shares the trainer's process."""
@@ -88,7 +68,7 @@ def picture_controller(
     )
     return Controller(
         engines=[engine],
-        scoring=picture_scoring(config, config.rewards, folder),
+        scoring=scoring,
         draws=draws,
         rules=rules,
         journal=journal,

@@ -21,7 +21,7 @@ from ycore.config.schema import (
     ScoredConfig,
     Strict,
 )
-from ycore.errors import RewardError, nearest
+from ycore.errors import ConfigError, RewardError, nearest
 from ycore.judge.declaration import POLICY_BASE, Judge, ScoringModel, Served
 from ycore.run.paths import RunFolder
 
@@ -166,6 +166,21 @@ def teacher_of(spec: RewardConfig) -> Teacher:
 def model_name(judge: Judge, config: RunConfig) -> str:
     """Return the model that a judge asks; the policy's for `policy-base`."""
     return config.model if judge.model == POLICY_BASE else judge.model
+
+
+def check_picture_judges(config: ScoredConfig, columns: Sequence[str]) -> None:
+    """ConfigError where a judge cannot see what is drawn; RewardError where it asks for a column that is missing."""
+    for spec in filter(is_judge, (*config.rewards, *config.eval_rewards)):
+        judge = judge_of(spec)
+        if judge.base_url is None:
+            raise ConfigError(
+                f"{spec.reward} would be served here, where judges read text only; give it a base_url"
+            )
+        if judge.mode != "pointwise":
+            raise ConfigError(
+                f"{spec.reward} is {judge.mode}, and pictures are judged one by one; say mode: pointwise"
+            )
+        require_columns(spec.reward, judge, columns)
 
 
 def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:

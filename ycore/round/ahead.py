@@ -47,7 +47,8 @@ def controller_of(
             decode,
             max_tokens=config.max_tokens,
             max_age=sampling.max_staleness if config.streams else _CARRY_AGE,
-            rules=rules,
+            seed=rules.seed,
+            group_size=rules.group_size,
             streams=config.streams,
         )
     max_age = (

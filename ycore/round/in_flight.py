@@ -12,7 +12,6 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from ycore.rollout.turns import ABORTED, Generate, completion_seed, joined
-from ycore.round.sampling import Rules
 from ycore.run.metrics import CountMeter
 from ycore.run.tasks import ending
 from ycore.types import (
@@ -60,14 +59,16 @@ class InFlight:
         max_tokens: limit of what is written between two prompts.
         max_age: versions by which a completion's first token may lag behind. An older completion begins anew, and a
             group with one is not trained on.
-        rules: the run's.
+        seed: the run's.
+        group_size: completions of a group.
     """
 
     decode: Callable[[Sequence[int]], str]
     _: KW_ONLY
     max_tokens: int
     max_age: int
-    rules: Rules
+    seed: int
+    group_size: int
     streams: bool = False
 
     def __post_init__(self) -> None:
@@ -173,8 +174,7 @@ class InFlight:
 
     def _seeds(self, draw: Draw) -> list[int]:
         return [
-            completion_seed(self.rules.seed, draw.position, index)
-            for index in range(self.rules.group_size)
+            completion_seed(self.seed, draw.position, index) for index in range(self.group_size)
         ]
 
 

@@ -3,27 +3,22 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 
 from ycore.engine import Engine
 from ycore.errors import RunError
 from ycore.foreign import CHANGED_TEXTS
-from ycore.placement.slots import AddUp
 from ycore.round.peers import Peers
 from ycore.run.metrics import Meter
 from ycore.scoring.group_rewards import total_reward
 from ycore.types import Group
 
 
-async def take(meters: Sequence[Meter]) -> list[Sequence[float]]:
-    """Return what each meter has counted, in the event loop, where nothing counts meanwhile."""
-    return [meter.take() for meter in meters]
-
-
 def collect(
-    taken: Sequence[Sequence[float]], meters: Sequence[Meter], add_up: AddUp
+    meters: Sequence[Meter], add_up: Callable[[Sequence[float]], list[float]]
 ) -> dict[str, float]:
-    """Return the metrics of what all meters have counted over all ranks, by one collective."""
+    """Return the metrics of all meters over all ranks, by one collective."""
+    taken = [meter.take() for meter in meters]
     flat = [value for counts in taken for value in counts]
     sums = add_up(flat) if flat else []
     metrics: dict[str, float] = {}

@@ -22,7 +22,7 @@ from ycore.rollout.turns import GroupStart, SingleTurnWriter
 from ycore.round.curriculum import stats_of
 from ycore.round.in_flight import NOTHING, InFlight
 from ycore.round.journal import Committed, Journal, load_states, record_again, states_of
-from ycore.round.meters import RoundMeter, collect, take
+from ycore.round.meters import RoundMeter, collect
 from ycore.round.peers import GroupSummary, Peers, RankEventLoop, deal_groups
 from ycore.round.sampling import (
     AcceptanceRate,
@@ -537,14 +537,7 @@ class Controller:
 
     def commit(self, step: int, groups: list[Group]) -> Committed:
         """Write the round to the journal before the optimizer sees it."""
-        meters = [self.meter, *self.scoring.meters, *self.writer.meters]
-        if self.in_flight is not None:
-            meters.append(self.in_flight.meter)
-        if self.rules.constraints is not None:
-            meters.append(self.rules.constraints)
-        self.note_all(
-            collect(self._event_loop.run_alone(take(meters)), meters, self.peers.add_up)
-        )
+        self.note_all(self._event_loop.run_alone(self.add_up_meters()))
         self.note_all(
             self.meter.own_metrics(
                 rate=self.acceptance.rate, syncs=self._share_weights is not None
@@ -556,6 +549,15 @@ class Controller:
         if self._journal is not None:
             self._journal.commit(step, groups, state, metrics)
         return Committed(groups, state, metrics, dict(self.meter.problems))
+
+    async def add_up_meters(self) -> dict[str, float]:
+        """Return the round's metrics over all ranks; in the event loop nothing counts meanwhile."""
+        meters = [self.meter, *self.scoring.meters, *self.writer.meters]
+        if self.in_flight is not None:
+            meters.append(self.in_flight.meter)
+        if self.rules.constraints is not None:
+            meters.append(self.rules.constraints)
+        return collect(meters, self.peers.add_up)
 
     def hand_over(self, committed: Committed) -> list[Group]:
         """Record a round's metrics, and return its groups."""

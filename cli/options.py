@@ -352,7 +352,7 @@ def resolve_config(
     recipe, sets = context.params.get("recipe"), context.params.get("set_") or ()
     base = load_recipe(recipe, command=algorithm) if recipe else _stored(options, resume=resume)
     if benchmark := context.params.get("benchmark"):
-        base |= load_benchmark(benchmark)["run"]
+        base |= load_benchmark(benchmark, dataset=options.get("dataset"))["run"]
     if algorithm == "eval":
         base.pop("output", None)  # a recipe's own folder is its training run's
     run_name = recipe_name(recipe) if recipe else None

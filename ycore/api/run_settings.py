@@ -105,7 +105,7 @@ def resolve_keys(keys: Mapping[str, Any], *, resume: bool = False) -> AnyConfig:
     keys = dict(keys)
     base = stored_settings(keys["output"]) if resume else {}
     if keys["algorithm"] == "eval" and "benchmark" in keys:
-        base = load_benchmark(keys.pop("benchmark"))["run"]
+        base = load_benchmark(keys.pop("benchmark"), dataset=keys.get("dataset"))["run"]
     return complete_config(resolve(recipe=base, options=keys))
 
 

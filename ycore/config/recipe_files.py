@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from ycore.config.algorithms import ALGORITHMS, families
+from ycore.config.schema import is_one_file
 from ycore.errors import ConfigError, UserError, nearest
 from ycore.run.files import check_plain, read_regular
 
@@ -130,8 +131,11 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, A
     return recipe
 
 
-def load_benchmark(name: str) -> dict[str, Any]:
-    """`title`, `source`, and under `run` the keys of its evaluation; `file` where it is fetched. ConfigError."""
+def load_benchmark(name: str, *, dataset: object = None) -> dict[str, Any]:
+    """`title`, `source`, and under `run` the keys of its evaluation; `file` where it is fetched. ConfigError.
+
+    A `dataset` that is a file takes the place of the benchmark's rows, and has no splits.
+    """
     rows = yaml.safe_load(
         Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8")
     )
@@ -143,6 +147,8 @@ def load_benchmark(name: str) -> dict[str, Any]:
         )
     row: dict[str, Any] = rows[key]
     row["run"]["dataset"] = row["run"]["dataset"].replace(key, name)
+    if isinstance(dataset, str) and is_one_file(dataset):
+        row["run"].pop("split", None)
     return row
 
 

@@ -249,13 +249,13 @@ def a_fifth(steps: int) -> int:
     return math.ceil(steps / 5)
 
 
-def _names_file(dataset: str) -> bool:
+def is_one_file(dataset: str) -> bool:
     """Tell whether a dataset is one file, which has no splits."""
     return re.search(r"\.(jsonl?|csv|tsv|parquet)(\.gz)?$", dataset) is not None
 
 
 def _check_split(option: str, split: str | None, dataset: str | None) -> None:
-    if split and _names_file(dataset or ""):
+    if split and is_one_file(dataset or ""):
         raise ConfigError(
             f"{option} {split}: {dataset} is a file, and has no splits; leave {option} out, or name another file"
         )
@@ -521,7 +521,7 @@ class RunConfig(ScoredConfig, RowSettings):
         shared = {name: getattr(self, name) for name in RunConfig.model_fields}
         rows: dict[str, Any] = {
             "dataset": self.eval_dataset,
-            "split": "train" if _names_file(self.eval_dataset) else self.eval_split or "test",
+            "split": "train" if is_one_file(self.eval_dataset) else self.eval_split or "test",
             "limit": self.eval_limit,
             "mixture": [],
         }

@@ -10,6 +10,7 @@ import os
 import secrets
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,6 +92,10 @@ def run_on_hosts(names: Sequence[str], words: Sequence[str]) -> int:
 
     ConfigError where a host cannot be reached, or has not what this machine has; nothing was started then.
     """
+    if shutil.which("ssh") is None:
+        raise ConfigError(
+            "--hosts needs OpenSSH's client, and there is no ssh here; install it"
+        )
     with StopRequests() as stops:
         hosts = [_reach(name, is_first=name is names[0]) for name in names]
         try:

@@ -77,3 +77,9 @@ def test_hosts_do_not_meet_at_an_address_of_one_machine(
     assert run_on_hosts(["a"], ["--version"]) == 0
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     assert run_on_hosts(["a", "b"], ["--version"]) == 0
+
+
+def test_without_ssh_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"no ssh here; install it"):
+        run_on_hosts(["a"], ["--version"])

@@ -138,7 +138,7 @@ def test_a_benchmark_is_its_row_of_the_table_under_the_users_options(
     config = json.loads(capsys.readouterr().out)["config"]
     assert (config["prompt_column"], config["split"], config["max_tokens"]) == (
         "question",
-        "test",
+        "train",  # the default: a file has no splits
         32,
     )
     assert [reward["reward"] for reward in config["rewards"]] == ["math"] and "boxed" in config[

@@ -437,5 +437,5 @@ def test_restarts_are_added_over_ranks_and_the_sandbox_level_is_not() -> None:
     pool = pool_of("length")
     for level, number in ((Level.NAMESPACES, 2), (Level.LANDLOCK, 1), (Level.NONE, 0)):
         pool.level = level
-        metrics = collect([pool], lambda counts: [6.0 for _ in counts])
+        metrics = collect([pool.take()], [pool], lambda counts: [6.0 for _ in counts])
         assert metrics == {"ycore/reward_restarts": 6.0, "ycore/sandbox_level": number}

@@ -111,8 +111,6 @@ class Prompt:
     """The row's own arguments of the chat template, over the run's."""
     dataset: str = ""
     """The name of its dataset, where a run has several."""
-    unscored: tuple[int, ...] = ()
-    """Indices of the rewards that are not for it."""
 
     @property
     def is_chat(self) -> bool:
@@ -389,7 +387,6 @@ def draw_from_json(value: Mapping[str, Any]) -> Draw:
     images = tuple(Image(*image) for image in prompt["images"])
     token_ids = tuple(value["token_ids"])
     prompt = {**prompt, "images": images, "tools": tuple(prompt["tools"])}
-    prompt["unscored"] = tuple(prompt.get("unscored", ()))
     return Draw(value["position"], Prompt(**prompt), token_ids)
 
 

@@ -476,8 +476,7 @@ def test_several_datasets_are_a_mixture() -> None:
         ),
         (["a:0", "b:1"], "mixture.0.share must be greater than 0; it is 0.0"),
         ([{"dataset": "a", "rewards": ["exact_anser"]}], "did you mean 'exact_answer'?"),
-        ([{"dataset": "a", "rewards": []}], "a has no reward; name one"),
-        ([{"dataset": "a", "environment": "x"}], "the environment 'x', which the run has not"),
+        ([{"dataset": "a", "rewards": []}], "mixture.0.rewards must be"),
         ([{"dataset": "a", "weight": 1}], "no key mixture.0.weight"),
     ],
 )

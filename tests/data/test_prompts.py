@@ -1,12 +1,10 @@
 """From a dataset's name to its prompts: columns, refusals, real datasets, cost, and the order of a run."""
 
 import json
-import math
 import subprocess
 import sys
 import time
 import tracemalloc
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,11 @@ from hypothesis import strategies as st
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.cells import Table
 from ycore.data.prompts import (
-    MixedOrder,
+    MixedRows,
     PromptOrder,
     PromptSet,
     load_prompts,
-    order_of,
+    row_at,
     to_prompts,
 )
 from ycore.errors import DataError
@@ -536,38 +534,41 @@ def test_environments_that_ask_need_no_dataset() -> None:
 # -- several datasets --------------------------------------------------------------------------------------------------
 
 
+class Mixed(MixedRows):
+    def __init__(self, sizes: list[int], counts: list[int]) -> None:
+        self.sizes, self.counts = sizes, counts
+
+
 @given(
     seed=seeds,
     num_rows=st.lists(sizes, min_size=1, max_size=4),
-    shares=st.lists(st.floats(0.01, 1), min_size=4, max_size=4),
+    counts=st.lists(st.integers(1, 60), min_size=4, max_size=4),
 )
 def test_each_dataset_gets_its_share_and_its_epochs(
-    seed: int, num_rows: list[int], shares: list[float]
+    seed: int, num_rows: list[int], counts: list[int]
 ) -> None:
-    """Over any whole number of blocks a share is exact to one draw a dataset, and each one's epochs are whole."""
-    parts = tuple(map(Fraction, shares[: len(num_rows)]))
-    order = MixedOrder(seed, tuple(num_rows), parts)
-    rows = [order.row_at(position) for position in range(96)]
-    assert rows == [order.row_at(position) for position in range(96)]
+    """In each cycle, and each one's epochs are whole."""
+    mixed = Mixed(num_rows, counts[: len(num_rows)])
+    rows = [row_at(mixed, seed, position) for position in range(2 * sum(mixed.counts))]
     start = 0
-    for count, share in zip(num_rows, parts, strict=True):
-        drawn = [row - start for row in rows if start <= row < start + count]
-        start += count
-        assert abs(len(drawn) - 96 * share / sum(parts)) <= len(num_rows)
-        times = [drawn.count(row) for row in range(count)]
-        assert math.floor(len(drawn) / count) <= min(times)
-        assert max(times) <= math.ceil(len(drawn) / count)
+    for size, count in zip(num_rows, mixed.counts, strict=True):
+        drawn = [row - start for row in rows if start <= row < start + size]
+        start += size
+        assert len(drawn) == 2 * count
+        times = [drawn.count(row) for row in range(size)]
+        assert len(drawn) // size <= min(times) and max(times) <= -(-len(drawn) // size)
 
 
-def test_datasets_come_in_another_order_in_each_block_and_seed() -> None:
-    def first(seed: int, block: int) -> tuple[bool, ...]:
-        order = MixedOrder(seed, (10, 10), (Fraction(1), Fraction(1)))
-        return tuple(order.row_at(32 * block + place) < 10 for place in range(32))
+def test_datasets_come_in_another_order_in_each_cycle_and_seed() -> None:
+    mixed = Mixed([10, 10], [50, 50])
 
-    patterns = {first(seed, block) for seed in (0, 1) for block in (0, 1)}
-    assert len(patterns) == 4 and all(sum(pattern) == 16 for pattern in patterns)
+    def first(seed: int, cycle: int) -> tuple[bool, ...]:
+        return tuple(row_at(mixed, seed, 100 * cycle + place) < 10 for place in range(100))
+
+    patterns = {first(seed, cycle) for seed in (0, 1) for cycle in (0, 1)}
+    assert len(patterns) == 4 and all(sum(pattern) == 50 for pattern in patterns)
     ranks = [sum(first(0, 0)[rank::2]) for rank in (0, 1)]
-    assert min(ranks) > 2  # no rank has one dataset alone
+    assert min(ranks) > 10  # no rank has one dataset alone
 
 
 def test_rows_of_several_datasets_are_read_by_their_own_columns(tmp_path: Path) -> None:
@@ -593,11 +594,10 @@ def test_rows_of_several_datasets_are_read_by_their_own_columns(tmp_path: Path) 
     ]
     assert [prompt.row for prompt in prompts.prompts] == [0, 1, 2, 3]
     talk = prompts.prompts[-1]
-    assert talk.columns == {"answer": None, "source": "mine", "tone": "kind"}
-    assert (talk.dataset, talk.unscored) == ("talk.jsonl", (0,))
-    assert (prompts.prompts[0].dataset, prompts.prompts[0].unscored) == ("sums.jsonl", ())
-    order = order_of(prompts.prompts, 0)
-    assert sum(order.row_at(position) == 3 for position in range(32)) == 8
+    assert talk.columns == {"source": "mine", "tone": "kind"}
+    assert (talk.dataset, prompts.prompts[0].dataset) == ("talk.jsonl", "sums.jsonl")
+    assert mixed.unscored == {"sums.jsonl": set(), "talk.jsonl": {0}}
+    assert sum(row_at(prompts.prompts, 0, position) == 3 for position in range(100)) == 25
     before = prompts.digest()
     write(tmp_path / "talk.jsonl", {"prompt": "Hello!"})
     assert load_prompts(mixed).digest() != before
@@ -610,7 +610,7 @@ def test_datasets_of_chats_and_of_texts_are_not_mixed(tmp_path: Path) -> None:
         {"dataset": str(write(tmp_path / "b.jsonl", {"prompt": turns}))},
     ]
     mixed = RunConfig.model_validate({**config("both").model_dump(), "mixture": parts})
-    with pytest.raises(DataError, match=r"a\.jsonl text, b\.jsonl chat; change one"):
+    with pytest.raises(DataError, match="some are text; make them alike"):
         load_prompts(mixed)
     assert load_prompts(mixed, as_chat=True).is_chat
 

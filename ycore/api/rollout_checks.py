@@ -68,7 +68,10 @@ def check_rollouts(
         "contents": prompts,
         "dataset": {
             "rows": len(prompts.prompts),
-            "parts": {name: len(part.prompts) for name, part in prompts.parts.items()},
+            "parts": [
+                (part.name, part.share, len(prompts.parts[part.name].prompts))
+                for part in config.mixture
+            ],
             "columns": columns,
             "chat": prompts.is_chat,
             "reading": rows_read(prompts, model, template_arguments, num_rows=show_rows),

@@ -62,13 +62,13 @@ def _parts_read(
         name: rows_read(part, model, arguments, num_rows=num_rows)
         for name, part in rows.parts.items()
     }
-    words = "; ".join(f"{name}: {reading['in_words']}" for name, reading in readings.items())
-    lists = {
-        key: [item for reading in readings.values() for item in reading[key]]
-        for key in ("unused", "expected", "notes", "rows", "lost")
+    merged: dict[str, Any] = {
+        "in_words": "; ".join(f"{name}: {part['in_words']}" for name, part in readings.items()),
+        "mean_tokens": max(part["mean_tokens"] for part in readings.values()),
     }
-    mean_tokens = max(reading["mean_tokens"] for reading in readings.values())
-    return {**lists, "in_words": words, "mean_tokens": mean_tokens}
+    for key in ("unused", "expected", "notes", "rows", "lost"):
+        merged[key] = [item for part in readings.values() for item in part[key]]
+    return merged
 
 
 def reading_rows(reading: Mapping[str, Any]) -> list[tuple[str, str]]:

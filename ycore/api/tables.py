@@ -108,14 +108,11 @@ def _length_rows(plan: Mapping[str, Any]) -> Rows:
     if "rounds" in length:
         num_prompts = length["rounds"] * length["prompts_per_round"]
         data = f"{num_prompts:,} prompts"
-        if mixture := plan["config"]["mixture"]:
-            whole = sum(part["share"] for part in mixture)
-            for part, (name, num_rows) in zip(
-                mixture, plan["dataset"]["parts"].items(), strict=True
-            ):
-                share = part["share"] / whole
-                data += f", {share:.0%} of {name} = {share * num_prompts / num_rows:.2g} epochs"
-        elif length["epochs"] is not None:
+        parts = plan["dataset"]["parts"]
+        for name, share, num_rows in parts:
+            share /= sum(weight for _, weight, _ in parts)
+            data += f", {share:.0%} of {name} = {share * num_prompts / num_rows:.2g} epochs"
+        if not parts and length["epochs"] is not None:
             data += f" = {round(length['epochs'], 1):,g} epochs"
         data += f"; at most {tokens:,} tokens a step, {steps * tokens:,} in all"
     else:

@@ -332,8 +332,8 @@ class MixturePart(RowSettings):
     )
     split: str = "train"
     limit: Positive | None = None
-    rewards: list[str] | None = None  # those of the run's rewards that score it; None is all
-    environment: str | None = None  # of several --env, the one that its rows are played in
+    # Those of the run's rewards that score it; None is all.
+    rewards: Annotated[list[str], Field(min_length=1)] | None = None
 
     @property
     def name(self) -> str:
@@ -508,11 +508,17 @@ class RunConfig(ScoredConfig, RowSettings):
             columns["environment"] if len(self.env) > 1 else next(iter(self.environments), None)
         )
 
-    def unscored(self, part: MixturePart) -> tuple[int, ...]:
-        """List the indices of the rewards that are not for a dataset."""
-        names = [reward.reward for reward in self.rewards]
-        wanted = names if part.rewards is None else part.rewards
-        return tuple(index for index, name in enumerate(names) if name not in wanted)
+    @property
+    def unscored(self) -> dict[str, set[int]]:
+        """The indices of the rewards that are not for a dataset, of several."""
+        return {
+            part.name: {
+                index
+                for index, spec in enumerate(self.rewards)
+                if part.rewards is not None and spec.reward not in part.rewards
+            }
+            for part in self.mixture
+        }
 
     def for_evaluation(self) -> "EvalConfig | None":
         """Return the settings of an evaluation on the held-out rows; None where the run has none."""
@@ -571,20 +577,13 @@ class RunConfig(ScoredConfig, RowSettings):
             raise ConfigError(
                 f"the datasets of a run are told apart by their names, and they are {', '.join(names)}; rename one"
             )
+        known = [reward.reward for reward in self.rewards]
         for part in self.mixture:
-            for kind, named, known in (
-                ("reward", part.rewards or [], [reward.reward for reward in self.rewards]),
-                ("environment", [part.environment or ""], ["", *self.environments]),
-            ):
-                for name in named:
-                    if name not in known:
-                        raise ConfigError(
-                            f"{part.name} names the {kind} {name!r}, which the run has not{nearest(name, known)}"
-                        )
-            if part.rewards == []:
-                raise ConfigError(
-                    f"{part.name} has no reward; name one, or leave `rewards` out"
-                )
+            for name in part.rewards or ():
+                if name not in known:
+                    raise ConfigError(
+                        f"{part.name} names the reward {name!r}, which the run has not{nearest(name, known)}"
+                    )
 
     def _check_policy_as_judge(self) -> None:
         judges = [reward.reward for reward in self.rewards if reward.reward.startswith(AGREES)]

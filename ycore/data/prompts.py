@@ -1,16 +1,12 @@
 """The prompts of a run with rollouts, with the columns that rewards read, and the order in which a run draws them."""
 
 import hashlib
-import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ycore.config.schema import AGREES, RunConfig
+from ycore.config.schema import AGREES, MixturePart, RunConfig
 from ycore.data.cells import IMAGE_COLUMNS, Table, TableRow
 from ycore.data.examples import pair_table
 from ycore.data.row_images import images_of, with_marks
@@ -89,105 +85,61 @@ def _mixed(config: RunConfig, **reading: Any) -> PromptSet:
     """Read every dataset by its own columns, and lay them end to end."""
     parts = {}
     for part in config.mixture:
-        settings = part.model_dump(
-            exclude_defaults=True, exclude={"share", "rewards", "environment"}
-        )
-        if part.environment is not None:
-            settings["env"] = [f"{part.environment}={config.environments[part.environment]}"]
+        settings = part.model_dump(exclude_defaults=True, exclude={"share", "rewards"})
         alone = config.model_copy(update={**settings, "mixture": []})
         parts[part.name] = load_prompts(alone, **reading)
     if len({part.is_chat for part in parts.values()}) > 1:
-        kinds = [f"{name} {'chat' if part.is_chat else 'text'}" for name, part in parts.items()]
         raise DataError(
-            f"the datasets of a run must all be chat or all be text, and they are {', '.join(kinds)}; change one"
+            "some datasets of the run are chats and some are text; make them alike, or take a model with a chat template"
         )
-    rows = MixedRows(config, parts)
-    shown = [start + part.shows for start, part in rows.starts() if part.shows is not None]
+    rows = MixedRows(config.mixture, parts)
+    columns = [name for part in parts.values() for name in part.columns]
     return PromptSet(
         rows,
-        rows.columns,
+        tuple(dict.fromkeys(columns)),
         rows.digest,
-        is_chat=next(iter(parts.values())).is_chat,
-        shows=min(shown, default=None),
+        is_chat=rows[0].is_chat,
+        shows=next((part.shows for part in parts.values() if part.shows is not None), None),
         parts=parts,
     )
 
 
 class MixedRows(Sequence[Prompt]):
-    """The rows of several datasets, one after the other, each with the columns of all; the ones that it lacks are None."""
+    """The rows of several datasets, one after the other."""
 
-    def __init__(self, config: RunConfig, parts: Mapping[str, PromptSet]) -> None:
-        self.columns = tuple(
-            dict.fromkeys(name for part in parts.values() for name in part.columns)
-        )
-        self._parts = list(parts.values())
-        self._mixture = config.mixture
-        self._unscored = [config.unscored(part) for part in config.mixture]
-        self._lacking = dict.fromkeys(name for name in self.columns if name != "images")
-        self._ends = list(accumulate(len(part.prompts) for part in self._parts))
-
-    def starts(self) -> Iterator[tuple[int, PromptSet]]:
-        return zip([0, *self._ends], self._parts, strict=False)
+    def __init__(self, mixture: Sequence[MixturePart], parts: Mapping[str, PromptSet]) -> None:
+        self._parts = parts
+        whole = sum(part.share for part in mixture)
+        self.sizes = [len(part.prompts) for part in parts.values()]
+        self.counts = [max(1, round(100 * part.share / whole)) for part in mixture]
 
     def digest(self) -> str:
-        read = [part.digest() for part in self._parts]
-        return hashlib.sha256(repr(read).encode()).hexdigest()
+        return " ".join(part.digest() for part in self._parts.values())
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return sum(self.sizes)
 
     def __getitem__(self, index: Any) -> Any:
-        row = range(len(self))[index]
-        number = bisect_right(self._ends, row)
-        part, rows = self._mixture[number], self._parts[number].prompts
-        prompt = rows[row - self._ends[number] + len(rows)]
-        columns = {**self._lacking, **prompt.columns}
-        if part.environment is not None:
-            columns["environment"] = part.environment
-        return replace(
-            prompt, row=row, columns=columns, dataset=part.name, unscored=self._unscored[number]
-        )
-
-    def order(self, seed: int) -> "MixedOrder":
-        sizes = tuple(len(part.prompts) for part in self._parts)
-        return MixedOrder(seed, sizes, tuple(Fraction(part.share) for part in self._mixture))
+        row = place = range(len(self))[index]
+        for name, part in self._parts.items():
+            if place < len(part.prompts):
+                return replace(part.prompts[place], row=row, dataset=name)
+            place -= len(part.prompts)
 
 
-def order_of(prompts: Sequence[Prompt], seed: int) -> "PromptOrder | MixedOrder":
-    """Return the order in which a run draws its prompts."""
-    if isinstance(prompts, MixedRows):
-        return prompts.order(seed)
-    return PromptOrder(seed=seed, num_rows=len(prompts))
-
-
-_BLOCK = 32  # positions in which datasets come in random order
-
-
-@dataclass(frozen=True, slots=True)
-class MixedOrder:
-    """The order of several datasets: of the first `n` positions each has its share, to within one and a block.
-
-    A pure function of its fields and the position. A dataset's own rows come in the order of `PromptOrder`.
-    """
-
-    seed: int
-    sizes: tuple[int, ...]
-    shares: tuple[Fraction, ...]
-
-    def row_at(self, position: int) -> int:
-        block, place = divmod(position, _BLOCK)
-        number = block * _BLOCK + int(_permutation(self.seed, block, _BLOCK)[place])
-        end, index = number + 1, len(self.sizes)
-        before, before_end = 0, 1
-        # Of `number` draws from the datasets up to one, a fixed part is from those before it.
-        while before != before_end:
-            index -= 1
-            kept = sum(self.shares[:index]) / sum(self.shares[: index + 1])
-            before, before_end = math.floor(number * kept), math.floor(end * kept)
-            if before != before_end:
-                number, end = before, before_end
-        rows = PromptOrder(seed=self.seed, num_rows=self.sizes[index])
-        return sum(self.sizes[:index]) + rows.row_at(number - before)
+def row_at(prompts: Sequence[Prompt], seed: int, position: int) -> int:
+    """Return the row that a run draws at `position`. Of several datasets each has its percent of every hundred."""
+    if not isinstance(prompts, MixedRows):
+        return PromptOrder(seed=seed, num_rows=len(prompts)).row_at(position)
+    cycle, place = divmod(position, sum(prompts.counts))
+    slot = int(_permutation(seed, cycle, sum(prompts.counts))[place])
+    first = 0
+    for size, count in zip(prompts.sizes, prompts.counts, strict=True):
+        if slot < count:
+            break
+        slot -= count
+        first += size
+    return first + PromptOrder(seed=seed, num_rows=size).row_at(cycle * count + slot)
 
 
 @dataclass(frozen=True, slots=True)

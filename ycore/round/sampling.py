@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, Self
 
 from ycore.config.schema import RunConfig
-from ycore.data.prompts import order_of
+from ycore.data.prompts import row_at
 from ycore.errors import DataError
 from ycore.round.curriculum import Curriculum
 from ycore.round.peers import Counts, Peers, Tally
@@ -423,9 +423,6 @@ class DrawSource:
     curriculum: Curriculum | None = None
     cursor: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
-        self._order = None if self.seed is None else order_of(self.prompts, self.seed)
-
     @classmethod
     def of_run(cls, config: RunConfig, prompts: Sequence[Prompt], **settings: Any) -> Self:
         if config.algorithm == "eval":
@@ -434,11 +431,9 @@ class DrawSource:
         return cls(prompts, seed=config.seed, curriculum=curriculum, **settings)
 
     def row_at(self, position: int) -> int:
-        return (
-            position % len(self.prompts)
-            if self._order is None
-            else self._order.row_at(position)
-        )
+        if self.seed is None:
+            return position % len(self.prompts)
+        return row_at(self.prompts, self.seed, position)
 
     def _takes(self, position: int) -> bool:
         return self.curriculum is None or self.curriculum.takes(position, self.row_at(position))

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -118,13 +118,13 @@ class RewardPool:
             "completions": completions,
             "completion_ids": completion_ids,
         }
-        called = [source for source in range(len(self._callers)) if source not in uncalled]
+        sources = range(len(self._callers))
+        called = [source for source in sources if source not in uncalled]
         scores_RG = await together([self._score(source, offered, step) for source in called])
-        scores_GR = [[Score(None)] * len(self._callers) for _ in completions]
-        for source, scores_G in zip(called, scores_RG, strict=True):
-            for scores_R, score in zip(scores_GR, scores_G, strict=True):
-                scores_R[source] = score
-        return scores_GR
+        scores = dict(zip(called, scores_RG, strict=True))
+        nothing = [Score(None)] * len(completions)
+        rows = zip(*(scores.get(source, nothing) for source in sources), strict=True)
+        return [list(scores_R) for scores_R in rows]
 
     async def close(self) -> None:
         """Kill the workers, whatever they are doing; the pool cannot be used again."""
@@ -210,7 +210,7 @@ class RuleScorer(Scorer):
 
     pool: RewardPool
     images: ImageStore = NO_IMAGES
-    sources: Sequence[int] = ()
+    uncalled: Mapping[str, Collection[int]] = field(default_factory=dict)
 
     @classmethod
     def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:
@@ -244,9 +244,7 @@ class RuleScorer(Scorer):
             [list(completion.token_ids) for completion in completions],
             columns | self.extra_columns(prompt, completions),
             step=group.step,
-            uncalled=[
-                index for index, source in enumerate(self.sources) if source in prompt.unscored
-            ],
+            uncalled=self.uncalled.get(prompt.dataset, ()),
         )
 
     def extra_columns(

@@ -122,19 +122,14 @@ def _merge(model: ServedModel, other: ServedModel) -> ServedModel:
 
 def check_rows(config: RunConfig, prompts: PromptSet) -> None:
     """Raise UserError where a reward cannot be loaded, or the dataset lacks what it reads."""
-    if not config.mixture:
-        for spec in config.rewards:
-            scorer_class(spec).check_rows(spec, config, prompts)
-    for part in config.mixture:
+    for name, part in (prompts.parts or {"": prompts}).items():
         for index, spec in enumerate(config.rewards):
-            if index in config.unscored(part):
+            if index in config.unscored.get(name, ()):
                 continue
             try:
-                scorer_class(spec).check_rows(spec, config, prompts.parts[part.name])
+                scorer_class(spec).check_rows(spec, config, part)
             except RewardError as problem:
-                raise RewardError(
-                    f"{part.name}: {problem}; or give it rewards of its own (`ycore docs datasets#several-datasets`)"
-                ) from None
+                raise RewardError(f"{name}: {problem}".removeprefix(": ")) from None
 
 
 def check_models(config: RunConfig, *, engine: EngineKind) -> list[str]:
@@ -182,9 +177,13 @@ def build_scoring(
     rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec)]
     if rules:
         pool = reward_pool(config, folder, [config.rewards[source] for source in rules])
-        scorers.append((rules, RuleScorer(pool, ImageStore(folder.images), rules)))
+        uncalled = {
+            name: [rules.index(source) for source in unscored.intersection(rules)]
+            for name, unscored in config.unscored.items()
+        }
+        scorers.append((rules, RuleScorer(pool, ImageStore(folder.images), uncalled)))
         meters.append(pool)
     for source, spec in enumerate(config.rewards):
         if source not in rules:
             scorers.append(((source,), scorer_class(spec).build(spec, source, context)))
-    return Scoring(scorers, [*meters, *context.meters.values()])
+    return Scoring(scorers, [*meters, *context.meters.values()], config.unscored)

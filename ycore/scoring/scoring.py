@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from ycore.config.schema import RewardConfig, RunConfig, Width
@@ -221,8 +222,12 @@ class Scoring:
     """
 
     def __init__(
-        self, scorers: Sequence[tuple[Sequence[int], Scorer]], meters: Sequence[Meter] = ()
+        self,
+        scorers: Sequence[tuple[Sequence[int], Scorer]],
+        meters: Sequence[Meter] = (),
+        unscored: Mapping[str, set[int]] = MappingProxyType({}),
     ) -> None:
+        self._unscored = unscored
         self.meters = meters
         self._scorers = scorers
         self._num_sources = sum(len(sources) for sources, _ in scorers)
@@ -232,8 +237,8 @@ class Scoring:
 
     async def score(self, group: PendingGroup) -> list[list[Score]]:
         """Return `scores_GR`: a score for each completion and reward source."""
-        unscored = group.draw.prompt.unscored
-        scorers = [pair for pair in self._scorers if not set(pair[0]).issubset(unscored)]
+        unscored = self._unscored.get(group.draw.prompt.dataset, set())
+        scorers = [pair for pair in self._scorers if not unscored.issuperset(pair[0])]
         parts = await together([scorer.score(group) for _, scorer in scorers])
         scores_GR = [[Score(None)] * self._num_sources for _ in range(len(group))]
         for (sources, _), part in zip(scorers, parts, strict=True):

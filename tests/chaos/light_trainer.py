@@ -62,4 +62,4 @@ async def _score(folder: RunFolder, config: RunConfig, stop: threading.Event) ->
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_alone(MODULE, work))
+    raise SystemExit(run_alone(work))

@@ -138,4 +138,4 @@ def _write_completions(groups: Sequence[Group], file: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_alone("ycore.evaluation.evaluator", _evaluate))
+    sys.exit(run_alone(_evaluate))

@@ -340,4 +340,4 @@ def _equal_rule(equal: float, low: float, high: float) -> _Rule:
 
 
 if __name__ == "__main__":
-    sys.exit(run_alone("ycore.evaluation.preflight", _preflight))
+    sys.exit(run_alone(_preflight))

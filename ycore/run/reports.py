@@ -111,11 +111,8 @@ def report_end(
     write_json_atomic(report_file(folder, rank.local), asdict(report))
 
 
-def run_alone(module: str, work: Callable[[Path], None]) -> int:
+def run_alone(work: Callable[[Path], None]) -> int:
     """Do a run folder's work as a whole process, `python -m MODULE RUN_FOLDER`; return the exit status."""
-    if len(sys.argv) != 2:
-        print(f"usage: python -m {module} RUN_FOLDER", file=sys.stderr)
-        return 2
     keep_printing()
     dump_stacks_on_signal()
     try:

@@ -61,9 +61,6 @@ def open_run(root: Path) -> AlgorithmRun:
 
 def main() -> int:
     """Exit status: 0 finished, 2 the user's mistake, 130 interrupted, 1 anything else."""
-    if len(sys.argv) != 2:
-        print("usage: python -m ycore.trainer RUN_FOLDER", file=sys.stderr)
-        return 2
     keep_printing()
     dump_stacks_on_signal()
     folder = RunFolder(Path(sys.argv[1]))

@@ -54,15 +54,16 @@ class BadRequest(EngineError):
     """The server rejects this request (status 400), for example as too long; it may accept another."""
 
 
-def is_healthy(socket: Path, *, timeout_s: float = 1.0) -> bool:
-    """Tell whether the server is ready or asleep. `timeout_s` limits each step (connecting, reading)."""
-    return request_succeeds(socket, "GET", "/health", timeout_s=timeout_s)
+def is_healthy(socket: Path) -> bool:
+    """Tell whether the server is ready or asleep."""
+    return request_succeeds(socket, "GET", "/health", timeout_s=1.0)
 
 
 def request_succeeds(socket: Path, method: str, path: str, *, timeout_s: float) -> bool:
     """Send one request without a body, for callers without an event loop; True for status 200.
 
-    httpx would leave every answer in a cycle, which a launcher that waits for days collects late.
+    `timeout_s` limits each step (connecting, reading). httpx would leave every answer in a cycle, which a launcher that
+    waits for days collects late.
     """
     connection = HTTPConnection("engine")
     connection.sock = Socket(AF_UNIX)

@@ -248,8 +248,7 @@ class LineFollower:
     def __init__(self, path: Path, *, tail_bytes: int = 2**63) -> None:
         self._path = path
         self._tail_bytes = tail_bytes
-        self._inode = 0
-        self._offset = 0
+        self._inode = self._offset = 0
         self.num_lines = 0
         """Lines read of the file that is there now."""
 

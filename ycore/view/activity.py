@@ -66,7 +66,6 @@ _ENGINE_PHASES = (
 )
 """Parts of vLLM's log, and what the engine does from there on."""
 _LOG_TAIL = 1 << 16
-_TRACE_TAIL = 1 << 21
 
 Place = tuple[int, int]
 """(rank, slot)"""
@@ -217,7 +216,7 @@ class RunActivity:
     def __init__(self, root: Path, *, goes_on: Callable[[], bool] | None = None) -> None:
         self._folder = RunFolder(root)
         self._goes_on = goes_on or (lambda: not self._folder.summary.is_file())
-        self._trace = LineFollower(self._folder.trace, tail_bytes=_TRACE_TAIL)
+        self._trace = LineFollower(self._folder.trace, tail_bytes=2**21)
         self._activity = Activity()
         self._lock = threading.Lock()
         self._scene: Scene | None = None

@@ -585,7 +585,8 @@ class Controller:
 
     def should_stop(self) -> bool:
         """Whether any rank was asked to stop. All ranks call this together and get the same answer."""
-        return self._event_loop.run_alone(self.peers.meet(stopping=self.stop.is_set()))
+        asked = self.stop.is_set()
+        return self._event_loop.run_alone(self.peers.meet(stopping=asked, name="step"))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`, once every rank has its own.

@@ -367,7 +367,10 @@ def needs_hub(line: str) -> bool:
     base = load_recipe(recipe) if recipe in {entry.name for entry in list_recipes()} else {}
     base |= load_benchmark(name)["run"] if (name := option(line, "--benchmark")) else {}
     values = [option(line, f"--{key}") or base.get(key, "") for key in ("model", "dataset")]
-    return any(_HUB_ID.fullmatch(value) and not value.startswith("runs/") for value in values)
+    return any(
+        _HUB_ID.fullmatch(value) and not value.startswith(("runs/", "models/"))
+        for value in values
+    )
 
 
 @pytest.mark.parametrize(("page", "line"), of_program("make"))

@@ -205,6 +205,43 @@ def test_trackers_get_what_their_users_look_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_that_fails_alerts(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    (tmp_path / "reward.py").write_text(
+        "import os, signal\n\n\ndef fatal(completions, **_):\n    raise RuntimeError('no such answer')\n"
+    )
+    options = {
+        "--model": write_tiny_model(tmp_path / "model"),
+        "--dataset": "task:addition?digits=1",
+        "--reward": "length",
+        "--engine": "transformers",
+        "--max-tokens": 6,
+        "--prompts-per-step": 2,
+        "--group-size": 2,
+        "--steps": 2,
+        "--output": tmp_path / "run",
+        "--set": "step_timeout_s=0.01",
+        "--report-to": "wandb,tensorboard",
+    }
+    done = subprocess.run(
+        [*YCORE, "grpo", *words_of(options)],
+        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    files = sorted(
+        tmp_path.glob("wandb/offline-run-*/run-*.wandb"), key=lambda f: f.stat().st_mtime
+    )
+    assert {file.name for file in files} == {f"run-{RunFolder(tmp_path / 'run').run_id}.wandb"}
+    alerts = [r.alert for f in files for r in records_of(f) if r.HasField("alert")]
+    (alert,) = alerts
+    assert (
+        alert.title == "run hangs" and "step_timeout_s" in alert.text and alert.level == "ERROR"
+    )
+    exits = [r.exit.exit_code for r in records_of(files[-1]) if r.HasField("exit")]
+    assert exits == [1]
+
+
+@pytest.mark.slow
 @pytest.mark.verify
 def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None:
     pytest.importorskip("wandb")

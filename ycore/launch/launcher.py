@@ -3,6 +3,8 @@
 The trainer and the engines are started by module name, never imported.
 """
 
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -34,6 +36,7 @@ from ycore.view.pictures import draw_curve
 from ycore.view.progress import RunProgress, open_progress
 from ycore.view.report import advice
 
+_ALERT_WITHIN_S = 60.0  # a tracker may wait for a network
 _say = partial(print, flush=True)
 
 TRAINER = RunKind("trainer", "ycore.trainer")
@@ -191,6 +194,8 @@ class LocalRun:
                 write_json_atomic(summary, content)
             except OSError:
                 self.progress.say(f"{summary} could not be written: {reason}")
+        if not was_stopped:
+            self.alert()
 
     def sum_up(self, status: Status, *, error: BaseException | None = None) -> dict[str, Any]:
         """Write summary.json, draw the curve, and return the summary."""
@@ -218,6 +223,16 @@ class LocalRun:
             _draw(config, folder, metrics, self.progress.say)
             self.progress.say(_closing_line(summary, measure))
         return summary
+
+    def alert(self) -> None:
+        """Let the run's trackers say why it failed, from a process of their own: they need what a launcher does not."""
+        if not self.config.has_trackers or self.site.layout.machine_rank:
+            return
+        words = [sys.executable, "-m", "ycore.view.trackers", str(self.site.folder.root)]
+        try:
+            subprocess.run(words, timeout=_ALERT_WITHIN_S, stdin=subprocess.DEVNULL, check=True)
+        except (OSError, subprocess.SubprocessError) as problem:
+            self.progress.say(f"trackers got no alert: {problem}")
 
 
 def limits_of(config: BaseConfig) -> TrainerLimits:

@@ -2,12 +2,14 @@
 
 At a run's start: its settings, without secrets; during it: completions with their rewards; once its model is saved:
 completions before and after, and where the models are. `ycore eval` sends figures and completions. wandb and trackio
-share an interface; tensorboard keeps numbers and text.
+share an interface; tensorboard keeps numbers and text. `python -m ycore.view.trackers RUN_FOLDER` sends an alert on
+why the run failed.
 """
 
 import importlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +27,7 @@ from transformers.integrations import (
 )
 from transformers.trainer_callback import CallbackHandler
 
+from ycore.config.resolve import read_config
 from ycore.config.schema import AnyConfig, BaseConfig
 from ycore.run.files import read_json
 from ycore.run.metrics import EVALUATION
@@ -164,6 +167,23 @@ def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, 
         with _tolerate_failure("tensorboard"), _new_writer(folder) as writer:
             _add_settings(writer, folder)
             _add_numbers(writer, numbers, step=step)
+
+
+def tell_failure(config: BaseConfig, folder: RunFolder, error: str) -> None:
+    """Send an alert on why the run failed, and end its page as a failed one."""
+    names = _tracker_names(config)
+    title = f"{folder.root.name} {'hangs' if '_timeout_s)' in error else 'failed'}"
+    for tracker in _modules(names):
+        with _tolerate_failure(tracker.__name__):
+            _open(tracker, config, folder)
+            tracker.alert(title=title, text=error, level=tracker.AlertLevel.ERROR)
+            if tracker.__name__ == "wandb":
+                tracker.finish(exit_code=1)
+            else:
+                tracker.finish()
+    if "tensorboard" in names:
+        with _tolerate_failure("tensorboard"), _new_writer(folder) as writer:
+            writer.add_text("alert", f"{title}: {error}")
 
 
 def _step_of_model(folder: Path) -> int:
@@ -358,3 +378,12 @@ def _add_completions(writer: Any, rows: Rows, *, step: int) -> None:
 def _add_numbers(writer: Any, numbers: Mapping[str, float], *, step: int) -> None:
     for name, value in numbers.items():
         writer.add_scalar(name, value, step)
+
+
+def _main() -> None:
+    folder = RunFolder(Path(sys.argv[1]))
+    tell_failure(read_config(folder), folder, read_json(folder.summary)["error"])
+
+
+if __name__ == "__main__":
+    _main()

@@ -537,7 +537,15 @@ def test_options_that_a_page_mentions_exist(page: Path) -> None:
         for option in re.findall(r"--[a-z-]+", parser.format_help())
     }
     known = (
-        {"--version", "--help-all", "--install-completion", "--torch-backend", "--shm-size"}
+        {
+            "--version",
+            "--help-all",
+            "--install-completion",
+            "--torch-backend",
+            "--shm-size",
+            "--signal",
+            "--requeue",
+        }
         | OF_TRL
         | of_scorecard
         | {option for name in COMMANDS for option in declared(name)}

@@ -108,7 +108,7 @@ class ControllerAhead(Controller):
         self._begin(step, until=step + self._num_ahead, num_groups=num_groups)
         groups = self.hand_over(self._written(step))
         del self._rounds[step]
-        self._states = {later: state for later, state in self._states.items() if later >= step}
+        self._states.pop(step - 1, None)
         self._step = step
         waited_s = time.perf_counter() - began
         self._waited_s += waited_s
@@ -120,13 +120,17 @@ class ControllerAhead(Controller):
     def _enough_ahead(self, step: int) -> int:
         """Return how many rounds to have begun: more where training waits, fewer where a round waits for it.
 
-        A round that is written later is written by a newer version.
+        A round that is written later is written by a newer version. All ranks get the same number.
         """
-        if not self._is_written(step):
+
+        async def any_waits_for(step: int, name: str) -> bool:
+            return await self.peers.meet(stopping=not self._is_written(step), name=name)
+
+        if self._event_loop.run_alone(any_waits_for(step, "waits")):
             return min(self._num_ahead + 1, self._max_staleness)
-        if self._is_written(step + 1):
-            return max(self._num_ahead - 1, 1)
-        return self._num_ahead
+        if self._event_loop.run_alone(any_waits_for(step + 1, "tight")):
+            return self._num_ahead
+        return max(self._num_ahead - 1, 1)
 
     def _is_written(self, step: int) -> bool:
         return step in self._rounds and self._rounds[step].done()
@@ -181,16 +185,16 @@ class ControllerAhead(Controller):
 
     def rest(self) -> None:
         """Wait until all rounds that are begun are written: the same on all ranks."""
-        began = time.perf_counter()
         for step in list(self._rounds):
             self._written(step)
-        self._waited_s += time.perf_counter() - began
 
     def settle(self) -> None:
         if not self._streams:
-            before_s = self._waited_s
+            began = time.perf_counter()
             self.rest()
-            self.record("ycore/time/waited", self._waited_s - before_s)
+            waited_s = time.perf_counter() - began
+            self._waited_s += waited_s
+            self.record("ycore/time/waited", waited_s)
 
     def take_seconds(self) -> float:
         """Seconds that training waited for rounds and syncs since the last call."""

@@ -267,7 +267,12 @@ _WRITER = "ycore/run/checkpoints.py"
 _COMMIT = "        self._journal.commit(step, groups, state, metrics)\n"
 
 POINTS: tuple[Point, ...] = (
-    Point("weights written, not loaded", _LOOP, "            self.run(load())\n", before=True),
+    Point(
+        "weights written, not loaded",
+        _LOOP,
+        "            self.load(folder, version)\n",
+        before=True,
+    ),
     Point("engines have the weights", _LOOP, "        self._synced = version\n", before=False),
     Point("round made, not committed", _LOOP, _COMMIT, before=True),
     Point("round committed, not trained on", _LOOP, _COMMIT, before=False),

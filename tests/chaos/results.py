@@ -260,7 +260,7 @@ def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
     lost = [place for place in drawn if place not in taken and not is_dull(order.row_at(place))]
     twice = sorted(place for place, count in taken.items() if count > 1)
     unknown = sorted(taken.keys() - set(drawn))
-    if len(lost) <= sum(round_["stale"] for round_ in rounds):
+    if len(lost) <= sum(round_.get("stale", 0) for round_ in rounds):
         lost = []  # too old to be trained on, and counted
     problems = {"lost": lost, "taken twice": twice, "never drawn": unknown}
     return [

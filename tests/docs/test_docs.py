@@ -427,7 +427,7 @@ def test_pip_lines_name_extras_that_exist(page: Path, line: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_blocks_are_what_they_say(page: Path) -> None:
     for block in blocks(page):
-        assert block.language in ("", "sh", *TO_WRITE)
+        assert block.language in ("", "sh", "bash", *TO_WRITE)
         assert block.file or block.language not in TO_WRITE, (
             f"which file is this?\n{block.text}"
         )
@@ -576,7 +576,10 @@ def config_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
             ),
             None,
         )
-        if name == "eval_rewards":  # the keys of one are those of `rewards`
+        if name in (
+            "eval_rewards",
+            "mixture",
+        ):  # the keys of one are those of `rewards`, or of the run
             inner = None
         if name in ("rewards", "lora") or inner is None:
             yield prefix + name, {} if inner and not field.is_required() else field.default

@@ -422,11 +422,7 @@ def test_metrics_of_all_judges_and_ranks_are_added_up() -> None:
     scoring = Scoring([], [judges, reward_models])
     judges.calls, judges.seconds, judges.parse_failures = 4, 2.0, 1
     reward_models.calls, reward_models.seconds, reward_models.tokens = 2, 1.0, 30
-    told = collect(
-        [meter.take() for meter in scoring.meters],
-        scoring.meters,
-        lambda sums: [2 * value for value in sums],
-    )
+    told = collect(scoring.meters, lambda sums: [2 * value for value in sums])
     assert told == {
         "ycore/judge/calls": 8,
         "ycore/judge/parse_failures": 2,
@@ -436,7 +432,7 @@ def test_metrics_of_all_judges_and_ranks_are_added_up() -> None:
         "ycore/reward_model/latency_s": 0.5,
         "ycore/reward_model/tokens": 60,
     }
-    assert collect([], [], list) == {}
+    assert collect([], list) == {}
 
 
 def test_a_reward_model_scores_each_completion() -> None:
@@ -563,7 +559,7 @@ def test_an_unreadable_verdict_of_the_policy_is_nothing_and_counted() -> None:
         )
     )
     assert values(rows) == [1.0, 0.0, 0.0, 0.0]
-    assert collect([meter.take()], [meter], list)["ycore/judge/parse_failures"] == 2
+    assert collect([meter], list)["ycore/judge/parse_failures"] == 2
 
 
 def test_a_teacher_scores_the_tokens_of_its_own_rows() -> None:

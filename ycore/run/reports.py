@@ -40,10 +40,14 @@ class Rank:
     local_world: int = 1
 
 
+OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+"""The variables that torchrun gives every rank."""
+
+
 def this_rank(environment: Mapping[str, str] | None = None) -> Rank:
     """Return the rank of this process; the only one where no launcher of ranks started it."""
     variables = os.environ if environment is None else environment
-    if "LOCAL_WORLD_SIZE" not in variables:
+    if not variables.keys() >= OF_RANKS:
         return Rank()
     return Rank(
         number=int(variables["RANK"]),

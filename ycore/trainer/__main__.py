@@ -16,6 +16,7 @@ from ycore.run.files import as_run_error, read_json
 from ycore.run.interrupt import keep_printing, on_stop
 from ycore.run.paths import RunFolder
 from ycore.run.reports import (
+    OF_RANKS,
     Rank,
     dump_stacks_on_signal,
     print_error,
@@ -65,7 +66,7 @@ def main() -> int:
     dump_stacks_on_signal()
     folder = RunFolder(Path(sys.argv[1]))
     is_ranks = (
-        "LOCAL_WORLD_SIZE" in os.environ
+        os.environ.keys() >= OF_RANKS
     )  # torchrun started this process, be it the only one
     return (
         _train_as_rank(folder, this_rank()) if is_ranks else _train(folder, lambda error: None)

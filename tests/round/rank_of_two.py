@@ -247,8 +247,8 @@ def stream(peers: TorchPeers, folder: Path) -> dict[str, Any]:
         max_age=3,
         streams=True,
     )
-    engine = TickingEngine(tick_s=0.01 * (1 + peers.rank))
-    rounds = make_rounds(peers, engine, folder, make=make, dynamic=True, max_tries=8)
+    engine = TickingEngine(tick_s=0.02 * (1 + peers.rank))
+    rounds = make_rounds(peers, engine, folder, make=make, max_in_flight=3)
     seen, versions = [], []
     try:
         for step in range(12):
@@ -261,7 +261,6 @@ def stream(peers: TorchPeers, folder: Path) -> dict[str, Any]:
             ]
             for _ in range(20):
                 dist.all_reduce(torch.ones(1000))
-            time.sleep(0.05)
             assert not rounds.should_stop()
         rounds.rest()
         left = not_trained_on(rounds)

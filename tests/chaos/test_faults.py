@@ -78,15 +78,17 @@ def undisturbed(runs: FaultyRuns) -> dict[str, Any]:
     return outcome
 
 
-def faults(counts: dict[str, int]) -> list[str]:
-    """Each operation of a run once, with the errors of its kind in turn; every third time all later ones fail too.
+def faults(counts: dict[str, int], turn: int) -> list[str]:
+    """Each operation of a run once, with one error of its kind; over all turns with each. Every third time all later
+    ones fail too.
 
     EINTR comes once: a call that was interrupted is made again, by Python itself.
     """
     listed = []
     for kind, count in counts.items():
-        for number in range(count):
-            error = getattr(errno, ERRORS[kind][number % len(ERRORS[kind])])
+        errors = ERRORS[kind]
+        for number in range(count if turn < len(errors) else 0):
+            error = getattr(errno, errors[(number + turn) % len(errors)])
             last = 10**9 if number % 3 == 2 and error != errno.EINTR else number
             listed.append(f"{kind}:{error}:{number}:{last}")
     return listed
@@ -116,12 +118,13 @@ def problem_of(outcome: dict[str, Any], undisturbed: dict[str, Any]) -> str | No
 
 
 @pytest.mark.verify
+@pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_failed_file_operation_is_one_line_and_an_exact_resume(
-    runs: FaultyRuns, undisturbed: dict[str, Any], part: int
+    runs: FaultyRuns, undisturbed: dict[str, Any], part: int, turn: int
 ) -> None:
     problems = []
-    tried = faults(undisturbed["counts"])[part::PARTS]
+    tried = faults(undisturbed["counts"], turn)[part::PARTS]
     for fault in tried:
         outcome = runs.outcome(fault)
         if problem := problem_of(outcome, undisturbed):

@@ -12,7 +12,7 @@ from peft import get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_model import write_tiny_family
+from tests.tiny_model import FAMILIES, write_tiny_family
 from ycore.config.schema import LoraSettings
 from ycore.engine import SamplingParams
 from ycore.engine.kinds import is_vllm_installed
@@ -123,3 +123,38 @@ def test_an_engine_computes_with_the_experts_that_it_was_sent(
         logits = model(torch.tensor([PROMPT])).logits[0, 1:-1]
     expected = logits.log_softmax(-1)[range(4), PROMPT[2:]]
     assert torch.allclose(torch.tensor(first), expected, atol=1e-3)
+
+
+def test_the_gap_that_missing_router_replay_makes(tmp_path: Path, monkeypatch: Any) -> None:
+    """The same weights in bfloat16 stand for the engine; the trainer takes its experts, or chooses its own."""
+    sizes = {"num_experts": 64, "num_experts_per_tok": 8}
+    monkeypatch.setitem(FAMILIES, "qwen3_moe", FAMILIES["qwen3_moe"] | sizes)
+    model = write_tiny_family(tmp_path, "qwen3_moe")
+    rows = torch.randint(6, 90, (16, 128), generator=torch.Generator().manual_seed(0))
+    experts: list[torch.Tensor] = []
+
+    def record(router: Any, inputs: Any, routing: Any) -> None:
+        experts.append(routing[-1])
+
+    def replay(router: Any, inputs: Any, routing: Any) -> Any:
+        logits, weights, _ = routing
+        chosen = experts.pop(0)
+        chances = logits.softmax(-1).gather(-1, chosen)
+        return logits, (chances / chances.sum(-1, keepdim=True)).to(weights.dtype), chosen
+
+    def scores(dtype: torch.dtype, hook: Any = None) -> torch.Tensor:
+        policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        for name, router in policy.named_modules():
+            if hook is not None and name.endswith("mlp.gate"):
+                router.register_forward_hook(hook)
+        with torch.no_grad():
+            logits = policy(rows).logits.float()[:, :-1].log_softmax(-1)
+        return logits.gather(-1, rows[:, 1:, None])
+
+    engine = scores(torch.bfloat16, record)
+    assert len(experts) == 2, "one layer's experts each"
+    without = (scores(torch.float32) - engine).abs()
+    replayed = (scores(torch.float32, replay) - engine).abs()
+    for name, gap in (("without replay", without), ("with replay", replayed)):
+        print(f"log-probability gap {name}: mean {gap.mean():.4f}, at most {gap.max():.3f}")
+    assert not experts and without.mean() > 1.5 * replayed.mean()

@@ -178,3 +178,59 @@ def test_a_step_is_of_the_size_published(
     ]
     fastest_s = min(forecast.step_s for forecast in made if forecast.fits)
     assert published_s / 2 < fastest_s < published_s * 2, _NEMO
+
+
+@dataclass(frozen=True)
+class Training:
+    """Seconds and memory in which one rank trained on its tokens, without engines."""
+
+    model: str
+    device: str
+    devices: int
+    lora_rank: int | None
+    micro_batch: int
+    tokens: int
+    passes: int
+    checkpointing: bool
+    published_s: float
+    published_gib: float | None
+    source: str
+
+
+_PRIME = "PrimeIntellect-ai/prime-rl benchmarks/baselines, January and February 2026"
+_FMS = "foundation-model-stack/fms-fsdp README.md: tokens a second of a device"
+_VERL_RUN = "eric-haibin-lin/verl-data gsm8k, step 116, timing_s/update_actor"
+_LLAMA_70B = "meta-llama/Llama-3.1-70B-Instruct"
+TRAININGS = [
+    Training("Qwen3-4B", "h100", 8, None, 1, 16384, 2, True, 4.69, 17.1, _PRIME),
+    Training("Qwen3-4B", "h100", 8, 16, 1, 16384, 2, True, 5.46, 11.1, _PRIME),
+    # its frozen weights are in float32
+    Training("allenai/Olmo-3-7B-Instruct", "h100", 1, 16, 1, 16384, 2, True, 6.12, None, _PRIME),
+    Training("Qwen3-30B-A3B", "h100", 8, None, 1, 16384, 2, True, 8.17, 74.6, _PRIME),
+    Training("Llama-2-7b-hf", "a100", 128, None, 2, 4096, 1, False, 2 * 4096 / 3760, None, _FMS),
+    Training(_LLAMA_70B, "a100", 128, None, 6, 4096, 1, True, 6 * 4096 / 380, None, _FMS),
+    Training("Qwen2.5-72B-Instruct", "h100", 8, 32, 8, 370, 5, True, 27.5, None, _VERL_RUN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "row", TRAININGS, ids=[f"{r.model} {r.devices}x{r.device} {r.lora_rank}" for r in TRAININGS]
+)
+def test_training_takes_the_seconds_and_the_memory_published(row: Training) -> None:
+    ranks = row.devices
+    work = Workload(
+        model_facts(row.model),
+        prompts_per_step=ranks * row.micro_batch * row.passes,
+        group_size=1,
+        prompt_tokens=1,
+        completion_tokens=row.tokens - 1,
+        max_tokens=row.tokens - 1,
+        lora_rank=row.lora_rank,
+    )
+    sharding: Sharding = "ddp" if ranks == 1 else "fsdp2"
+    strategy = Strategy(ranks, ranks, sharding, row.micro_batch, row.checkpointing)
+    forecast = forecast_step(work, strategy, Fleet(DEVICES[row.device], ranks))
+    assert forecast.seconds["train"] == pytest.approx(row.published_s, rel=0.25), row.source
+    if row.published_gib is not None:
+        used_gib = sum(forecast.trainer.values()) / GIB
+        assert used_gib == pytest.approx(row.published_gib, rel=0.25), row.source

@@ -184,9 +184,8 @@ def measured_core(dtype: str = "auto") -> Device:
 
 
 def core_flags() -> set[str]:
-    """Return the flags of the first core in /proc/cpuinfo; empty where there is no such file."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
+    """Return the flags of the first core in /proc/cpuinfo."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return set(
         next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
     )
@@ -194,11 +193,7 @@ def core_flags() -> set[str]:
 
 def usable_cores() -> tuple[int, ...]:
     """Return the cores that this process may use."""
-    return tuple(
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else range(os.cpu_count() or 1)
-    )
+    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def bfloat16_factor(flags: set[str]) -> float | None:

@@ -143,8 +143,6 @@ def facts_of(config: Mapping[str, Any], *, name: str) -> ModelFacts:
     """Read the sizes in a config.json, of a multimodal model in its `text_config`; ModelError where one is missing."""
     try:
         return _read_facts(config, name)
-    except ModelError:
-        raise
     except (KeyError, TypeError, ValueError, ArithmeticError) as problem:
         raise ModelError(
             f"config.json of {name} has sizes that no plan can read ({problem!r:.100}); only text decoders can be planned"

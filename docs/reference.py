@@ -67,7 +67,7 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
         "kl": ("nats", "distance to the reference, where `--beta` is above 0"),
         "clip_ratio/...": ("share", "tokens at the bound of the step (`region_mean`, `low_mean`, `high_mean`, ...)"),
         "ycore/outside_trust_region": ("share", "tokens that `--trust-region` masks"),
-        "ycore/effective_share": ("share", "effective sample size of the importance weights; 1 is on policy"),
+        "ycore/effective_share, ycore/effective_share/LAG": ("share", "effective sample size of the tokens' importance weights over their number, 1 is on policy; of those that a version so many steps older wrote"),
         "ycore/logprob_gap": ("nats", "mean difference of a token's log-probability between engine and trainer; constant and below 0.1 is healthy"),
         "sampling/importance_sampling_ratio/mean": ("ratio", "the importance weight between both; 1 without a cut of the sampling"),
         "ycore/skipped": ("0 or 1", "1 where no group of the step could teach: there is no gradient, and the model's passes are left out"),

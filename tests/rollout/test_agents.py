@@ -601,7 +601,6 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
             one.mask,
             one.logprobs,
             one.rewards,
-            one.is_truncated,
         )
 
     assert [learned(one) for one in through[0]] == [learned(one) for one in found[0]]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.errors import DataError
-from ycore.round.curriculum import Curriculum, chance_of, chance_of_rate, guesses_from, stats_of
+from ycore.round.curriculum import Curriculum, chance_of, guesses_from, stats_of
 from ycore.round.sampling import DrawSource, Shard
 from ycore.types import Prompt
 
@@ -35,7 +35,8 @@ def test_groups_of_eight(right: int, chance: float) -> None:
     """1 - (k/8)^8 - (1 - k/8)^8, worked by rank_groups: 7^8 = 5,764,801 of 8^8 = 16,777,216."""
     totals = [1.0] * right + [0.0] * (8 - right)
     assert chance_of(totals) == pytest.approx(chance, abs=1e-6)
-    assert chance_of_rate(right / 8, 8) == pytest.approx(chance, abs=1e-6)
+    prompts = [Prompt(0, "x", {"rate": right / 8})]
+    assert guesses_from(prompts, "rate", 8) == [pytest.approx(chance, abs=1e-6)]
 
 
 def test_a_lesson_is_of_the_scored_completions() -> None:

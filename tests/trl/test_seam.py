@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trl import GRPOConfig
 
 from tests.tiny_model import write_tiny_model
 from ycore.trl import seam
+from ycore.trl.batches import flatten, token_lags
 from ycore.trl.build import placeholder_rewards
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score
@@ -128,6 +130,14 @@ def test_groups_left_over_from_an_older_policy_are_not_in_the_gap(
     assert metric(trainer, GAP) == [pytest.approx(0.5)]
     assert metric(trainer, "ycore/stale_gap") == [pytest.approx(2.0)]
     assert metric(trainer, "ycore/staleness") == [0.5]
+
+
+def test_each_token_lags_behind_by_the_version_that_wrote_it() -> None:
+    whole = group(0, gap=0.0, version=7, rewards=PLAIN)
+    crossed = whole.completions[2].with_versions([(1, 4), (3, 6), (4, 7)])
+    completions = (*whole.completions[:2], crossed, whole.completions[3])
+    lags = token_lags(flatten([replace(whole, completions=completions)]), 6, step=7)
+    assert lags.tolist() == [[0] * 6, [0] * 6, [3, 1, 1, 0, 0, 0], [0] * 6]
 
 
 def test_without_engine_logprobs_there_is_no_gap_and_no_correction(

@@ -1,6 +1,7 @@
 """REINFORCE++ and DPPO's trust region inside TRL's loss."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
 from ycore.trl.grpo import ReinforceTrainer, Trainer
-from ycore.trl.importance import region_weights
+from ycore.trl.importance import effective_share, region_weights
 from ycore.trl.policy_gradient import PolicyGradientTrainer, prompt_weights
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -109,6 +110,38 @@ def test_the_gradient_under_dppo_is_that_of_its_definition(
             trainer.state.global_step += 1
     share = trainer._metrics["train"]["ycore/effective_share"]
     assert len(share) == iterations and all(0 < one < 1 and math.isfinite(one) for one in share)
+
+
+def test_the_effective_share_is_told_by_the_lag_of_the_version_that_wrote_the_tokens(
+    model: Path, tmp_path: Path
+) -> None:
+    """The engine is flat, so a token's weight is the trainer's own probability of it, up to a factor by its place."""
+    trainer = made(model, tmp_path, own={"trust_region": "dppo-tv"})
+    rounds = trainer.rounds
+
+    class Crossed:
+        def next_round(self, *, step: int, num_groups: int) -> list[Group]:
+            (group,) = rounds.next_round(step=step, num_groups=num_groups)
+            older = [
+                one.with_versions([(1, -2), (len(one.token_ids), 0)])
+                for one in group.completions
+            ]
+            return [replace(group, completions=tuple(older))]
+
+    trainer.rounds = Crossed()
+    trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
+    batch = trainer._buffered_inputs[0]
+    with torch.no_grad():
+        gaps = logps_of(trainer, batch) - batch["sampling_per_token_logps"]
+    recorded = trainer._metrics["train"]
+    shares = {name: values for name, values in recorded.items() if "effective_share/" in name}
+    rest = batch["completion_mask"].bool()
+    rest[:, 0] = False
+    assert shares == {
+        "ycore/effective_share/0": [pytest.approx(effective_share(gaps[rest]), rel=1e-4)],
+        "ycore/effective_share/2": [pytest.approx(effective_share(gaps[:, 0]), rel=1e-4)],
+    }
+    assert recorded["ycore/staleness"] == [2.0]
 
 
 def second_step(

@@ -39,10 +39,8 @@ def controller_of(
         parts: the other arguments of `Controller`.
     """
     sampling = config.sampling
-    if journal is None:
-        return Controller(rules=rules, max_surplus_age=sampling.max_age, **parts)
     in_flight = None
-    if config.streams or sampling.oversample > 1:
+    if journal is not None and (config.streams or sampling.oversample > 1):
         in_flight = InFlight(
             decode,
             max_tokens=config.max_tokens,
@@ -61,7 +59,7 @@ def controller_of(
         "max_surplus_age": max_age,
         **parts,
     }
-    if sampling.max_staleness == 0:
+    if journal is None or sampling.max_staleness == 0:
         return Controller(**parts)
     return ControllerAhead(
         num_steps=config.steps, max_staleness=sampling.max_staleness, **parts

@@ -96,7 +96,7 @@ class Curriculum:
     def weight(self, row: int) -> float:
         """The share of its positions at which this row is drawn."""
         seen = self._seen.get(row, _Seen())
-        if self._drop_after and seen.solved >= self._drop_after:
+        if 0 < self._drop_after <= seen.solved:
             return 0.0
         guess = 1.0 if self._guesses is None else self._guesses[row]
         return max(self._least, (seen.taught + _PRIOR * guess) / (seen.groups + _PRIOR))
@@ -116,11 +116,7 @@ class Curriculum:
 
     @property
     def num_dropped(self) -> int:
-        return (
-            sum(seen.solved >= self._drop_after for seen in self._seen.values())
-            if self._drop_after
-            else 0
-        )
+        return sum(0 < self._drop_after <= seen.solved for seen in self._seen.values())
 
     def round_state_dict(self) -> dict[str, Any]:
         """Return what the last round added."""
@@ -146,12 +142,8 @@ class Curriculum:
 
 def guesses_from(prompts: Sequence[Prompt], column: str, group_size: int) -> list[float]:
     """The chance of every row, from a column with the share of its completions that are expected to be right."""
-    return [chance_of_rate(_rate(prompt, column), group_size) for prompt in prompts]
-
-
-def chance_of_rate(rate: float, group_size: int) -> float:
-    """The probability that a group has both right and wrong completions: 1 - p^G - (1 - p)^G."""
-    return 1 - rate**group_size - (1 - rate) ** group_size
+    rates = [_rate(prompt, column) for prompt in prompts]
+    return [1 - rate**group_size - (1 - rate) ** group_size for rate in rates]
 
 
 def _rate(prompt: Prompt, column: str) -> float:

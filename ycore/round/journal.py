@@ -198,7 +198,7 @@ class Journal:
         first = round_file(self._folder, step, 0)
         if not first.is_file():
             return None
-        world = read_label(first).get("world", self._world)
+        world = read_label(first)["world"]
         is_whole = all(round_file(self._folder, step, rank).is_file() for rank in range(world))
         if not is_whole:
             self._part(
@@ -254,14 +254,14 @@ class Journal:
         """A rank's part; None where that file is of a round of another number of ranks."""
         path = round_file(self._folder, step, rank)
         head, content = read_round(path)
-        label = {"step": step, "rank": rank, "world": content.get("world", head.get("world"))}
+        label = {"step": step, "rank": rank, "world": content["world"]}
         written = {name: head.get(name) for name in label}
         if written != label:
             raise damaged_round(path, f"it is of {written}, not of {label}")
-        if head.get("world") != world:
+        if head["world"] != world:
             return None
         groups = [group_from_json(group) for group in content["groups"]]
-        return Committed(groups, content["state"], content.get("metrics", {}), is_replayed=True)
+        return Committed(groups, content["state"], content["metrics"], is_replayed=True)
 
     def prune(self, before: int) -> None:
         """Delete the rounds of steps before this one: a checkpoint holds what they taught."""
@@ -276,12 +276,13 @@ class Journal:
         return rank % self._world == self._rank
 
 
-def record_again(committed: Committed, record: Callable[[str, float], None]) -> None:
-    """Record a committed round's metrics, except its times, and mark the step as replayed."""
+def record_metrics(committed: Committed, record: Callable[[str, float], None]) -> None:
+    """Record a round's metrics; of one from the journal without its times, and mark the step as replayed."""
     for name, value in committed.metrics.items():
-        if not name.startswith("ycore/time/"):
+        if not (committed.is_replayed and name.startswith("ycore/time/")):
             record(name, value)
-    record("ycore/replayed", 1.0)
+    if committed.is_replayed:
+        record("ycore/replayed", 1.0)
 
 
 class ReplayedRounds:
@@ -327,6 +328,6 @@ class ReplayedRounds:
                 f"the rounds of {self._run} are {len(groups)} groups of {max(sizes)} a rank, and this run takes "
                 f"{num_groups} of {self._group_size}; leave --prompts-per-step and --group-size as they were"
             )
-        record_again(committed, self._record)
+        record_metrics(committed, self._record)
         self.constraint_weights = state_of(committed.state, "constraints")
         return groups

@@ -105,7 +105,7 @@ class ExpectedLengths:
             self.learn((int(row), cost) for row, cost in state["learned"])
         else:
             self._of = {int(row): cost for row, cost in state["rows"]}
-            self._mean = fmean(self._of.values()) if self._of else 0.0
+            self.learn(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,8 +380,7 @@ class LeftoverGroups:
     def take(self, version: int) -> list[Finished]:
         """Remove all groups, and return those young enough for this version of the policy."""
         waiting, self.waiting = self.waiting, []
-        oldest = version - self._max_age
-        return [item for item in waiting if item.group.first_version >= oldest]
+        return [item for item in waiting if item.group.first_version >= version - self._max_age]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ycore.placement.slots import Slots
 from ycore.rollout.turns import GroupStart, SingleTurnWriter
 from ycore.round.curriculum import stats_of
 from ycore.round.in_flight import NOTHING, InFlight
-from ycore.round.journal import Committed, Journal, load_states, record_again, states_of
+from ycore.round.journal import Committed, Journal, load_states, record_metrics, states_of
 from ycore.round.meters import RoundMeter, collect
 from ycore.round.peers import GroupSummary, Peers, RankEventLoop, deal_groups
 from ycore.round.sampling import (
@@ -321,7 +321,7 @@ class Controller:
                 if summary.key not in dealt
             ]
         )
-        self.note_all(deal.metrics())
+        self._metrics |= deal.metrics()
         return [
             finished[summary.index].group
             if summary.rank == peers.rank
@@ -450,7 +450,7 @@ class Controller:
         result = self.run(with_engines_awake())
         self.meter.end()
         ended = self.slots.end_round(self.peers.add_up, step=step, trains=trains)
-        self.note_all(self._event_loop.run_alone(ended))
+        self._metrics |= self._event_loop.run_alone(ended)
         return result
 
     @contextmanager
@@ -462,10 +462,7 @@ class Controller:
         yield
         took = time.perf_counter() - began
         self._seconds += took
-        self.note_all({f"ycore/time/{name}": took})
-
-    def note_all(self, metrics: Mapping[str, float]) -> None:
-        self._metrics |= metrics
+        self._metrics |= {f"ycore/time/{name}": took}
 
     def settle(self) -> None:
         """Called at a step's end, before anything is saved."""
@@ -509,7 +506,7 @@ class Controller:
                 for group in summaries
                 if group.stats
             )
-            self.note_all({"ycore/curriculum/dropped": draws.curriculum.num_dropped})
+            self._metrics |= {"ycore/curriculum/dropped": draws.curriculum.num_dropped}
 
     # -- journal and checkpoints -------------------------------------------------------------------------------------
 
@@ -537,11 +534,9 @@ class Controller:
 
     def commit(self, step: int, groups: list[Group]) -> Committed:
         """Write the round to the journal before the optimizer sees it."""
-        self.note_all(self._event_loop.run_alone(self.add_up_meters()))
-        self.note_all(
-            self.meter.own_metrics(
-                rate=self.acceptance.rate, syncs=self._share_weights is not None
-            )
+        self._metrics |= self._event_loop.run_alone(self.add_up_meters())
+        self._metrics |= self.meter.own_metrics(
+            rate=self.acceptance.rate, syncs=self._share_weights is not None
         )
         metrics = self._metrics
         self._metrics = {}
@@ -561,11 +556,7 @@ class Controller:
 
     def hand_over(self, committed: Committed) -> list[Group]:
         """Record a round's metrics, and return its groups."""
-        if committed.is_replayed:
-            record_again(committed, self.record)
-        else:
-            for name, value in committed.metrics.items():
-                self.record(name, value)
+        record_metrics(committed, self.record)
         self.problems = committed.problems
         self.constraint_weights = committed.state["constraints"]
         return committed.groups
@@ -585,8 +576,9 @@ class Controller:
 
     def should_stop(self) -> bool:
         """Whether any rank was asked to stop. All ranks call this together and get the same answer."""
-        asked = self.stop.is_set()
-        return self._event_loop.run_alone(self.peers.meet(stopping=asked, name="step"))
+        return self._event_loop.run_alone(
+            self.peers.meet(stopping=self.stop.is_set(), name="step")
+        )
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`, once every rank has its own.

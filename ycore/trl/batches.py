@@ -44,8 +44,7 @@ class FlatSequence:
     rewards: list[float]
     teacher_logps: list[tuple[float, ...] | None]  # of the tokens, one per source
     greedy_rewards: list[float]
-    policy_version: int  # of the first token
-    is_truncated: bool  # at `max_tokens`
+    versions: tuple[tuple[int, int], ...]  # (end, version) of its parts
     images_hash: int = 0  # 0 without images
 
 
@@ -82,8 +81,7 @@ def _flatten_group(group: Group, open_image: Callable[[str], Any] | None) -> lis
                 rewards=_values(scores),
                 teacher_logps=[score.logprobs for score in scores],
                 greedy_rewards=greedy_rewards,
-                policy_version=completion.first_version,
-                is_truncated=completion.finish_reason == "length",
+                versions=completion.versions,
                 images_hash=images_hash,
             )
         )
@@ -121,6 +119,15 @@ def later_prompt_lengths(sequences: Sequence[FlatSequence], width: int) -> torch
         for start, length in sequence.later_prompts:
             row[start] = length
     return lengths_BT
+
+
+def token_lags(sequences: Sequence[FlatSequence], width: int, *, step: int) -> torch.Tensor:
+    """(B, `width`): the steps by which the version that wrote each token lags behind this one."""
+    lags_BT = torch.zeros(len(sequences), width, dtype=torch.long)
+    for row, sequence in zip(lags_BT, sequences, strict=True):
+        for end, version in reversed(sequence.versions):
+            row[:end] = step - version
+    return lags_BT
 
 
 def loss_mask(inputs: dict[str, Any]) -> torch.Tensor:

@@ -201,7 +201,11 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         mask = loss_mask(inputs)
         old = inputs.get("old_per_token_logps")
         behaviour = behaviour_logps(inputs.get("sampling_per_token_logps"), old, logps)
-        self.record("ycore/effective_share", effective_share((logps - behaviour)[mask.bool()]))
+        gap = (logps - behaviour)[mask.bool()]
+        lags = inputs["lags"][mask.bool()]
+        self.record("ycore/effective_share", effective_share(gap))
+        for lag in lags.unique().tolist():
+            self.record(f"ycore/effective_share/{lag}", effective_share(gap[lags == lag]))
         if self._trust_region == "clip":
             return
         if self._trust_region == "clip-completion":

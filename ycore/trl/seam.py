@@ -34,6 +34,7 @@ from ycore.trl.batches import (
     flatten,
     later_prompt_lengths,
     loss_mask,
+    token_lags,
 )
 from ycore.trl.forward import (
     PaddedRows,
@@ -260,15 +261,15 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         """Add to TRL's batch what ycore's forward and losses read."""
         device = self.accelerator.device
         self.has_gradient = self._some_rewards_differ()
-        lengths = later_prompt_lengths(self._round, batch["completion_ids"].size(1))
+        width = batch["completion_ids"].size(1)
+        lengths = later_prompt_lengths(self._round, width)
         if lengths is not None:
             batch["later_prompt_lengths"] = lengths.to(device)
         batch |= self._replaced_advantages(batch)
-        versions = torch.tensor([seq.policy_version for seq in self._round], device=device)
+        lags = batch["lags"] = token_lags(self._round, width, step=step).to(device)
         # It is in the batch for a resume within its round.
-        batch["has_gradient"] = torch.full_like(versions, self.has_gradient)
-        batch["is_fresh"] = versions == step
-        self.record("ycore/staleness", (step - gather(versions).float()).mean().item())
+        batch["has_gradient"] = torch.full_like(lags[:, 0], self.has_gradient)
+        self.record("ycore/staleness", gather(lags.amax(1)).float().mean().item())
         if "pixel_values" in batch:
             batch["images_hash"] = self._image_hashes().to(device)
         if not self._learns_once and "sampling_per_token_logps" in batch:
@@ -540,7 +541,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
     def _record_gap(self, logps: Tensor, inputs: dict[str, Any]) -> None:
         """The mean gap between engine and trainer: on the same weights, and on those of an earlier version."""
-        is_fresh = inputs["is_fresh"].unsqueeze(1)
+        is_fresh = inputs["lags"] == 0
         for name, counted in (("ycore/logprob_gap", is_fresh), ("ycore/stale_gap", ~is_fresh)):
             mask = loss_mask(inputs) * counted
             gap = absolute_gap(logps, inputs["sampling_per_token_logps"], mask)

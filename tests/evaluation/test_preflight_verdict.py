@@ -22,7 +22,6 @@ GOOD = PreflightMeasurements(
     masked=0.0,
     generate_s=3.0,
     reward_s=0.1,
-    mean_tokens=70.0,
     prompts=PromptLengths(rows=100, longest=200, longest_row=7, too_long=0, room=1920),
 )
 

@@ -86,7 +86,7 @@ def test_a_trajectory_that_has_changed_is_an_error(tmp_path: Path) -> None:
     name = kept.put({"pictures": torch.ones(1)})
     assert torch.equal(kept.get(name)["pictures"], torch.ones(1))
     (tmp_path / name).write_bytes(b"other")
-    with pytest.raises(RunFolderError, match="has changed"):
+    with pytest.raises(RunFolderError, match="was changed"):
         kept.get(name)
     with pytest.raises(RunFolderError, match="cannot be read"):
         kept.get("0" * 64)

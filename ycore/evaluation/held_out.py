@@ -192,8 +192,7 @@ def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]
     """Return how often who scores agrees with pairs of a better and a worse answer.
 
     `accuracy`: how often the better answer of a row has the higher reward, where equal ones count half; of each source
-    too, where there are several, and `accuracy_gain`: its accuracy less that of the first, of the same pairs. A pair
-    with a masked answer is left out, and counted in `masked`.
+    too, where there are several. A pair with a masked answer is left out, and counted in `masked`.
     """
     weights = [reward.weight for reward in config.rewards]
     names = reward_names(config.rewards)
@@ -203,9 +202,6 @@ def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]
         for source, name in enumerate(names):
             values = [[scores[source].value for scores in group.scores_GR] for group in groups]
             wins[f"accuracy/{name}"] = _count_wins(values)
-        for name in names[1:]:
-            gain = wins[f"accuracy/{name}"] - wins[f"accuracy/{names[0]}"]
-            wins[f"accuracy_gain/{name}"] = gain
     figures: dict[str, float] = {}
     for figure, won in wins.items():
         figures |= with_interval(figure, np.nan_to_num(won), 1.0 - np.isnan(won))

@@ -83,7 +83,6 @@ class PreflightMeasurements:
     means: Mapping[str, float | None] = field(default_factory=dict)
     generate_s: float = 0.0
     reward_s: float = 0.0
-    mean_tokens: float = 0.0
     prompts: PromptLengths | None = None
     judges: JudgeCalls | None = None
 
@@ -200,7 +199,6 @@ def add_groups(
             name: mean_of_known(scores[source].value for scores in rows)
             for source, name in enumerate(names)
         },
-        mean_tokens=sum(group.num_written for group in groups) / len(completions),
     )
 
 

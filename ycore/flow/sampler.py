@@ -16,11 +16,11 @@ from safetensors.torch import load, save
 
 from ycore.engine import Engine
 from ycore.engine.transformers_engine import Batches
-from ycore.errors import ModelError, RunFolderError
+from ycore.errors import ModelError
 from ycore.flow.flow_inputs import FlowFolder
 from ycore.flow.flow_math import DrawnPictures, SamplingPath, draw, window_of
 from ycore.rollout.turns import Generate, GroupStart, SingleTurnWriter, completion_seed
-from ycore.run.files import make_folder, write_bytes_atomic
+from ycore.run.files import make_folder, read_named, write_bytes_atomic
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
 from ycore.types import Completion, Image, Prompt
@@ -130,18 +130,9 @@ class Trajectories:
 
     def get(self, name: str) -> dict[str, torch.Tensor]:
         """Return the tensors; RunFolderError where they are gone or have changed."""
-        path = self._folder / name
-        try:
-            data = path.read_bytes()
-        except OSError as problem:
-            raise RunFolderError(
-                f"a trajectory of the journal cannot be read ({problem}); resume from 0"
-            ) from None
-        if hashlib.sha256(data).hexdigest() != name:
-            raise RunFolderError(
-                f"{path} has changed: its sha256 is not its name; resume from 0"
-            )
-        tensors: dict[str, torch.Tensor] = load(data)
+        tensors: dict[str, torch.Tensor] = load(
+            read_named(self._folder / name, way_out="resume from 0")
+        )
         return tensors
 
 

@@ -121,6 +121,19 @@ def named_by_content(path: Path, data: bytes) -> Path:
     return path.with_name(f"{path.stem}-{hashlib.sha256(data).hexdigest()[:8]}{path.suffix}")
 
 
+def read_named(path: Path, *, way_out: str) -> bytes:
+    """Return a file that has its sha256 for a name; RunFolderError, with the way out, where it is missing or changed."""
+    try:
+        data = path.read_bytes()
+    except OSError as problem:
+        raise RunFolderError(f"{path} cannot be read: {problem}; {way_out}") from None
+    if hashlib.sha256(data).hexdigest() != path.name:
+        raise RunFolderError(
+            f"{path} was changed: its sha256 is not its name; remove it, and {way_out}"
+        )
+    return data
+
+
 def write_bytes_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`, readable by its owner only; a kill leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")

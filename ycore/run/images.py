@@ -11,8 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ycore.errors import ConfigError, DataError, RunFolderError
-from ycore.run.files import make_folder, write_bytes_atomic
+from ycore.errors import ConfigError, DataError
+from ycore.run.files import make_folder, read_named, write_bytes_atomic
 from ycore.types import Image
 
 MAX_BYTES = 32 << 20
@@ -57,17 +57,7 @@ class ImageStore:
 
     def data(self, sha256: str) -> bytes:
         """The picture's file; RunFolderError where it is missing, or is no longer what it was."""
-        try:
-            data = self.path(sha256).read_bytes()
-        except OSError as problem:
-            raise RunFolderError(
-                f"the picture {sha256[:12]} cannot be read: {problem}; run again with the dataset"
-            ) from None
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise RunFolderError(
-                f"the picture {self.path(sha256)} was changed; remove it, and resume with the dataset"
-            )
-        return data
+        return read_named(self.path(sha256), way_out="resume with the dataset")
 
     def open(self, sha256: str) -> Any:
         """Return the picture as PIL has it, in RGB, turned upright: every process sees it so."""

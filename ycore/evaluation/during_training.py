@@ -236,6 +236,7 @@ class RolloutEvaluation(Evaluation):
         began = time.perf_counter()
         num_prompts = len(self._held_out.draws.prompts)
         with self._run.trainer.room_for_engines():
+            self._controller.rest()
             self._controller.sync(step)
             figures = evaluate_policy(
                 self._held_out, num_prompts, step=step, config=self._settings

@@ -97,7 +97,7 @@ def run_on_hosts(names: Sequence[str], words: Sequence[str]) -> int:
             "--hosts needs OpenSSH's client, and there is no ssh here; install it"
         )
     with StopRequests() as stops:
-        hosts = [_reach(name, is_first=name is names[0]) for name in names]
+        hosts = [_reach(name, is_first=number == 0) for number, name in enumerate(names)]
         try:
             with stops.at_once():
                 place = _meeting_place(hosts)

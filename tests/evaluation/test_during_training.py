@@ -4,8 +4,11 @@ They are `RolloutRun`s of a tiny model in this process, as in `test_durable_run`
 """
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +17,9 @@ from transformers import TrainerCallback
 
 from tests.tiny_model import write_tiny_model
 from tests.trainer.test_durable_run import STEPS, die, make, numbers, train
+from ycore.config.schema import RewardConfig, RunConfig
+from ycore.evaluation import during_training
+from ycore.evaluation.during_training import RolloutEvaluation
 from ycore.round.assemble import assemble
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
@@ -205,3 +211,27 @@ def test_a_round_with_one_group_that_can_teach_is_trained_on(
         row["ycore/skipped"] == 0 and row["grad_norm"] > 0
         for row in read_metrics(whole[0].metrics)
     )
+
+
+def test_no_round_is_under_way_while_a_run_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds ahead are written first, and the weights of the step go to the engines after them."""
+    calls = Mock()
+    calls.evaluate.return_value = {"reward": 0.5}
+    monkeypatch.setattr(during_training, "evaluate_policy", calls.evaluate)
+    trainer = SimpleNamespace(room_for_engines=nullcontext)
+    held_out: Any = SimpleNamespace(draws=SimpleNamespace(prompts=["1 + 1 ="]))
+    run: Any = SimpleNamespace(home=RunFolder(tmp_path), trainer=trainer)
+    config = RunConfig(
+        model="m",
+        dataset="d",
+        rewards=[RewardConfig(reward="length")],
+        output=str(tmp_path),
+        eval_dataset="d",
+    )
+    evaluation = RolloutEvaluation(run, config, calls.controller, held_out)
+    figures = evaluation._figures(4)
+    assert figures["ycore/eval/reward"] == 0.5
+    order = [name for name, _, _ in calls.mock_calls if "__" not in name]
+    assert order == ["controller.rest", "controller.sync", "evaluate"]

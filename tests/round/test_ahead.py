@@ -27,17 +27,10 @@ class Engine(BaseEngine):
     name = "scripted"
 
     def __init__(self) -> None:
-        self.version = 0
         self.differs = 7  # what a version adds to the tokens
         self.gate = threading.Event()
         self.gate.set()
         self.fails_at: int | None = None
-
-    async def wait_ready(self, *, timeout_s: float) -> None:
-        pass
-
-    async def load_weights(self, folder: Path, version: int) -> None:
-        self.version = version
 
     async def complete(
         self,
@@ -53,14 +46,6 @@ class Engine(BaseEngine):
             await asyncio.sleep(0.002)
         token = (seed + self.differs * self.version) % 10
         return Completion((token,), (-1.0,), str(token), "stop", self.version)
-
-    async def logprobs_of(
-        self, context_ids: Sequence[int], target_ids: Sequence[int]
-    ) -> tuple[float, ...]:
-        return ()
-
-    async def close(self) -> None:
-        pass
 
 
 class Even:

@@ -37,16 +37,8 @@ class TickingEngine(Engine):
 
     def __init__(self, *, tick_s: float = 0.0) -> None:
         self._tick_s = tick_s
-        self.version = 0
-        self.in_flight = 0
         self.seeds: list[int] = []
         self._aborted = asyncio.Event()
-
-    async def wait_ready(self, *, timeout_s: float) -> None:
-        pass
-
-    async def load_weights(self, folder: Path, version: int) -> None:
-        self.version = version
 
     async def complete(
         self,
@@ -78,14 +70,6 @@ class TickingEngine(Engine):
     async def abort(self) -> None:
         self._aborted.set()
         self._aborted = asyncio.Event()
-
-    async def logprobs_of(
-        self, context_ids: Sequence[int], target_ids: Sequence[int]
-    ) -> tuple[float, ...]:
-        return ()
-
-    async def close(self) -> None:
-        pass
 
 
 class Numbered:

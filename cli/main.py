@@ -98,7 +98,8 @@ def main() -> None:
     if (problem := output_problem()) and not status:
         print(f"error: what was printed is not whole ({problem.strerror})", file=sys.stderr)
         status = 1
-    gc.freeze()  # else the interpreter searches all modules and rows for cycles once more before it ends
+    if "torch" not in sys.modules:  # whose extensions report what is left of them
+        gc.freeze()  # else the interpreter searches all modules and rows for cycles once more before it ends
     sys.exit(status)
 
 

@@ -237,7 +237,8 @@ class Site:
         """
         if not self.machine.devices:
             return {}
-        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
+        # torch reads the first that is set
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         of_user = [os.environ[name] for name in names if os.environ.get(name)]
         environment = {names[0]: ",".join([*of_user[:1], _PINNED_AS_IT_IS])}
         if (self.layout.accelerate or {}).get("gpu_ids", "all") in ("all", None):

@@ -25,7 +25,9 @@ check: $(READY)
 
 # The pages as a site with a search, in build/site; nothing is fetched, and a broken link ends it.
 docs: $(READY)
-	$(BIN)/zensical build --strict
+	@echo "Building the site of docs/, about ten seconds."
+	@while sleep 3; do echo "now  building the site"; done & \
+	$(BIN)/zensical build --strict; status=$$?; kill $$!; exit $$status
 
 # Two workers, file by file: much of a test's time is waiting for processes. Their threads should not wait spinning.
 test: $(READY)

@@ -29,13 +29,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`make docs` in a copy, with proxies that nobody answers."""
     pytest.importorskip("zensical", reason="the optional package zensical is not installed")
     folder = tmp_path_factory.mktemp("site")
-    shutil.copy(ROOT / "zensical.toml", folder)
+    for name in ("Makefile", "install.sh", "pyproject.toml", "zensical.toml"):
+        shutil.copy2(ROOT / name, folder)
+    (folder / "ready").touch()  # nothing is to be installed
     shutil.copytree(
         ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("__pycache__")
     )
     nobody = "http://127.0.0.1:9"
     done = subprocess.run(
-        [Path(sys.executable).parent / "zensical", "build", "--strict"],
+        ["make", "docs", f"BIN={Path(sys.executable).parent}", "READY=ready"],
         cwd=folder,
         env={**os.environ, "HTTP_PROXY": nobody, "HTTPS_PROXY": nobody, "NO_COLOR": "1"},
         capture_output=True,
@@ -44,6 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("Building the site"), "seconds are silent"
     return folder / "build" / "site"
 
 

@@ -65,7 +65,7 @@ ON_GPU = Efficiency(
     sync_s=0.3, sync_bandwidth=5e9, swap_s=1.5, swap_bandwidth=3.1e9, micro_batch_s=0.02,
     start_s=60.0, narrow=0.5, offload_bandwidth=1.2e10,
 )  # fmt: skip
-"""Not measured here. `narrow` was fitted to prime-rl's published steps; docs/plan.md compares others, of which some miss by over 25 %."""
+"""Not measured here. `narrow` was fitted to prime-rl's published steps; docs/plan.md has others, some off by over 25 %."""
 
 ON_CPU = Efficiency(
     training=0.40, serving=0.30, memory=0.40, passes=6.0, decode_s=0.008, sequence_s=5e-4, request_s=0.010,

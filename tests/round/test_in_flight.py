@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import math
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -271,6 +274,35 @@ def test_what_two_versions_wrote_is_one_completion() -> None:
     assert joined(joined(begun, nothing, decode), rest, decode).segments == ((2, 3),)
 
 
+class DrawingEngine(TickingEngine):
+    """Draws each token, and whether it is the last (one in eight), from the seed of its request."""
+
+    async def complete(
+        self,
+        prompt_ids: Sequence[int],
+        seed: int,
+        *,
+        greedy: bool = False,
+        max_tokens: int | None = None,
+    ) -> Completion:
+        numbers = random.Random(seed)
+        tokens: list[int] = []
+        aborted = self._aborted
+        reason = "length"
+        self.in_flight += 1
+        while len(tokens) < (max_tokens or MAX_TOKENS):
+            await asyncio.sleep(self._tick_s)
+            if aborted.is_set():
+                reason = ABORTED
+                break
+            tokens.append(numbers.randrange(10))
+            if numbers.random() < 1 / 8:
+                reason = "stop"
+                break
+        self.in_flight -= 1
+        return Completion(tuple(tokens), (-2.3,) * len(tokens), "", reason, self.version)
+
+
 # -- a stream ----------------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +369,42 @@ def test_a_stream_trains_on_every_group_once_or_counts_it_as_too_old(make: Make)
     assert missing == recorded["ycore/sampling/stale"] + stale
 
 
+def test_with_weights_that_do_not_change_a_stream_has_the_lengths_and_tokens_of_no_lag(
+    make: Make,
+) -> None:
+    """Within 4.5 standard errors of 594 completions: the long ones, which meet most syncs, are neither lost nor cut."""
+    stream = make(
+        max_staleness=4,
+        max_age=4,
+        max_surplus_age=4,
+        oversample=1.0,
+        engines=[DrawingEngine(tick_s=0.001)],
+    )
+    in_turns = make(
+        "b",
+        oversample=1.0,
+        in_flight=None,
+        engines=[DrawingEngine()],
+        rules=Rules(group_size=2, seed=2, reward_weights=(1.0,)),
+    )
+    streamed = completions(train(stream, range(99)))
+    written = completions(take(in_turns, range(99)))
+    assert any(completion.segments for completion in streamed), "nothing met new weights"
+    errors = []
+    for figure in (
+        lambda completion: len(completion.token_ids),
+        lambda completion: completion.finish_reason == "length",
+        lambda completion: completion.token_ids[0],
+        lambda completion: completion.token_ids[-1],
+    ):
+        pairs = [[float(figure(one)) for one in side] for side in (streamed, written)]
+        difference = fmean(pairs[0]) - fmean(pairs[1])
+        errors.append(
+            abs(difference) / math.hypot(*(stdev(side) / len(side) ** 0.5 for side in pairs))
+        )
+    assert max(errors) < 4.5, errors
+
+
 def test_a_stream_keeps_the_engine_busy_while_a_step_trains(make: Make) -> None:
     controller = stream(make)
     controller.next_round(step=0, num_groups=NEED)
@@ -384,6 +452,16 @@ def test_rounds_are_begun_no_earlier_than_training_needs_them(make: Make) -> Non
         ages += [step - one.first_version for group in groups for one in group.completions]
         controller.rest()  # training takes longer than writing
     assert max(ages[6 * NEED :]) <= 2
+
+
+def test_fewer_rounds_are_begun_where_groups_came_too_late(make: Make) -> None:
+    """A stream that has begun too much delays its long groups until they are too old."""
+    controller = stream(make)
+    train(controller, range(4))
+    assert isinstance(controller, ControllerAhead)
+    controller._num_ahead = 3
+    controller._dropped_groups = True
+    assert controller._enough_ahead(4) == 2
 
 
 def test_an_error_in_a_stream_ends_the_run_with_its_step(make: Make) -> None:

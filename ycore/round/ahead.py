@@ -88,6 +88,7 @@ class ControllerAhead(Controller):
         self._rounds: dict[int, Future[Committed]] = {}  # begun, by step
         self._states: dict[int, dict[str, Any]] = {}  # after the round of a step
         self._last_begun = self._step = -1
+        self._dropped_groups = False  # in the last round, as too old
         self._waited_s = 0.0
         if self._streams:
             self._event_loop.start_thread()
@@ -104,7 +105,9 @@ class ControllerAhead(Controller):
         else:
             self.rest()
         self._begin(step, until=step + self._num_ahead, num_groups=num_groups)
-        groups = self.hand_over(self._written(step))
+        committed = self._written(step)
+        self._dropped_groups = committed.metrics["ycore/sampling/stale"] > 0
+        groups = self.hand_over(committed)
         del self._rounds[step]
         self._states.pop(step - 1, None)
         self._step = step
@@ -118,17 +121,21 @@ class ControllerAhead(Controller):
     def _enough_ahead(self, step: int) -> int:
         """Return how many rounds to have begun: more where training waits, fewer where a round waits for it.
 
-        A round that is written later is written by a newer version. All ranks get the same number.
+        A round that is written later is written by a newer version. Fewer, too, where groups came too late to be trained
+        on: these are the long ones. All ranks get the same number.
         """
 
-        async def any_waits_for(step: int, name: str) -> bool:
-            return await self.peers.meet(stopping=not self._is_written(step), name=name)
+        def on_any_rank(condition: bool, name: str) -> bool:
+            return self._event_loop.run_alone(self.peers.meet(stopping=condition, name=name))
 
-        if self._event_loop.run_alone(any_waits_for(step, "waits")):
+        fewer = max(self._num_ahead - 1, 1)
+        if on_any_rank(self._dropped_groups, "stale"):
+            return fewer
+        if on_any_rank(not self._is_written(step), "waits"):
             return min(self._num_ahead + 1, self._max_staleness)
-        if self._event_loop.run_alone(any_waits_for(step + 1, "tight")):
-            return self._num_ahead
-        return max(self._num_ahead - 1, 1)
+        return (
+            self._num_ahead if on_any_rank(not self._is_written(step + 1), "tight") else fewer
+        )
 
     def _is_written(self, step: int) -> bool:
         return step in self._rounds and self._rounds[step].done()

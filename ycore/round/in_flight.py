@@ -77,20 +77,13 @@ class InFlight:
         self.meter = CarryMeter()
         self._begun: dict[int, Completion] = {}  # by seed
         self._version = 0
-        self._open = asyncio.Event()
-
-    @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
-
-    def pause(self) -> None:
-        """Let no request begin until `go_on`."""
-        self._open.clear()
+        self.open = asyncio.Event()
+        """Set while requests may begin."""
 
     def go_on(self, version: int) -> None:
         """Let requests begin: engines have this version's weights."""
         self._version = version
-        self._open.set()
+        self.open.set()
 
     async def write(
         self, generate: Generate, token_ids: Sequence[int], seed: int, max_tokens: int | None
@@ -102,7 +95,7 @@ class InFlight:
         limit = max_tokens or self.max_tokens
         completion = self._begun.get(seed, NOTHING)
         while True:
-            await self._open.wait()
+            await self.open.wait()
             if completion.token_ids and completion.first_version < self._version - self.max_age:
                 self.meter.dropped += 1
                 completion = NOTHING

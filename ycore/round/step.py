@@ -286,7 +286,7 @@ class Controller:
         if prompt.images:
             options["prompt"] = prompt
         async with self.slots.turn(ROLLOUT, self.lengths.of(prompt.row)) as slot:
-            if self.in_flight is not None and not self.in_flight.is_open:
+            if self.in_flight is not None and not self.in_flight.open.is_set():
                 return NOTHING
             completion = await slot.pick(self.engines).complete(
                 token_ids, seed, greedy=greedy, **options
@@ -410,7 +410,7 @@ class Controller:
     async def halt(self) -> None:
         """Have the engines give back what they write, as far as it is, and begin no request."""
         assert self.in_flight is not None
-        self.in_flight.pause()
+        self.in_flight.open.clear()
         while any(engine.in_flight for engine in self.engines):
             await asyncio.gather(*(engine.abort() for engine in self.engines))
             await asyncio.sleep(_ABORT_EVERY_S)

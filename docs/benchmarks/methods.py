@@ -63,6 +63,7 @@ METHODS: dict[str, list[str]] = {
     "reinforce++": ["grpo", "--advantage", "reinforce++-baseline"],
     "maxrl": ["grpo", "--advantage", "maxrl"],
     "ppo": ["ppo", "--set", "critic.lr_ratio=2", "--set", "critic.warmup_steps=1"],
+    "stale-4": ["grpo", "--max-staleness", "4"],
     TRL: [],
 }
 FIGURE = "ycore/eval/pass@1"

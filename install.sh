@@ -57,5 +57,5 @@ else
         pip install -qq --no-compile ${EDITABLE:-} "$(target "$EXTRAS")"
     fi
 fi
-"$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" >/dev/null || true # on all cores; pip compiles on one
+"$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" >/dev/null 2>&1 || true # on all cores; pip compiles on one
 say "Installed. To type ycore in this shell: . $VENV/bin/activate"

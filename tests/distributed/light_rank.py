@@ -1,7 +1,8 @@
 """A training rank that learns nothing, and the launcher of such ranks in accelerate's place, so that they start at once.
 
 For tests of what machines tell each other, where the import of torch would be nearly all of a trial. Ranks share the run
-folder: a stop that one of them has heard of is a file in it, and so is the order to fail.
+folder: a stop that one of them has heard of is a file in it, and so is the order to fail, or to hear of a stop after the
+last step.
 """
 
 import os
@@ -79,7 +80,8 @@ def main() -> int:
         if rank.number == 0:
             metrics.write({"step": step, "reward": 0.5, "ycore/reward": 0.5})
         time.sleep(_STEP_S)
-    report_end(folder, rank, 0)
+    is_late = (home / f"is-stopped-late-{rank.number}").exists()
+    report_end(folder, rank, 130 if is_late else 0)
     return 0
 
 

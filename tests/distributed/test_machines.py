@@ -260,6 +260,19 @@ def test_ctrl_c_on_all_after_the_last_step_is_no_failure(make: Make) -> None:
     assert "failed" not in machines.said(0) + machines.said(1)
 
 
+def test_a_machine_that_hears_of_a_stop_after_the_last_step_lets_no_other_wait(
+    make: Make,
+) -> None:
+    """The other has finished, heeds no first Ctrl-C any more, and waited for this one's word for ever."""
+    machines = make(2)
+    machines.start(steps=30)
+    machines.wait_for_steps(1)
+    (machines.folder.root / "is-stopped-late-1").touch()
+    assert machines.wait(within_s=2 * ENDED_WITHIN_S) == [130, 130]
+    assert "`ycore resume run` continues" in machines.said(0)
+    machines.assert_nothing_is_left([0, 1])
+
+
 def test_machines_that_differ_do_not_start(make: Make) -> None:
     machines = make(2)
     other = machines.place / "other"

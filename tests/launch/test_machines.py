@@ -112,7 +112,7 @@ def test_they_meet_and_know_the_interface_between_them(three: Meeting) -> None:
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
     with ThreadPoolExecutor(3) as pool:
         gathered = [
-            pool.submit(machines.gather, "start 0", rank * 10)
+            pool.submit(machines.gather, "start 0", rank * 10, look=machines.check)
             for rank, machines in three.machines.items()
         ]
     assert [future.result() for future in gathered] == [{0: 0, 1: 10, 2: 20}] * 3
@@ -130,7 +130,7 @@ def test_an_interface_that_the_user_chose_stays(
 def test_one_machine_waits_for_nobody() -> None:
     with meeting(Layout(), FACTS, say=print) as machines:
         machines.check()
-        assert machines.gather("trained") == {0: None}
+        assert machines.gather("trained", look=machines.check) == {0: None}
 
 
 def test_a_failure_reaches_all_with_its_machine(three: Meeting) -> None:
@@ -235,6 +235,26 @@ def test_who_is_missing_is_named_with_the_port(
     assert any(f"port {port}" in line and "firewall" in line for line in lines)
 
 
+def test_a_stop_while_they_meet_is_one_of_all(
+    pool: ThreadPoolExecutor, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_NAMED_EVERY_S", 0.3)
+
+    def press_ctrl_c(line: str) -> None:
+        raise KeyboardInterrupt
+
+    def come(rank: int) -> None:
+        say: Callable[[str], None] = press_ctrl_c if rank else lambda line: None
+        with meeting(layout(port, rank, count=3), FACTS, say=say):
+            pass
+
+    first, second = (pool.submit(come, rank) for rank in range(2))
+    with pytest.raises(KeyboardInterrupt):
+        second.result()
+    with pytest.raises(Interrupted, match=r"machine 1 .*was stopped"):
+        first.result(timeout=30)
+
+
 def test_two_machines_of_one_rank(pool: ThreadPoolExecutor, port: int) -> None:
     met = Meeting(pool, port, 2)
     # The door is closed by now; a third that came in time:
@@ -291,4 +311,4 @@ def _knocks(port: int, words: bytes = b"GET / HTTP/1.1\r\n\r\n") -> bool:
 
 def _stay_a_moment(place: Layout) -> list[int]:
     with meeting(place, FACTS, say=print) as machines:
-        return list(machines.gather("trained"))
+        return list(machines.gather("trained", look=machines.check))

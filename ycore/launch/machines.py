@@ -65,12 +65,15 @@ class Machines:
         self._take(self.rank, kind, value, link=None)
 
     def gather(
-        self, kind: str, value: Any = None, *, look: Callable[[], None] | None = None
+        self, kind: str, value: Any = None, *, look: Callable[[], None]
     ) -> dict[int, Any]:
-        """Tell the value, wait until every machine has told its own, and return all by machine; `look` may raise."""
+        """Tell the value, wait until every machine has told its own, and return all by machine.
+
+        `look` raises what ends the wait: a machine whose command has ended tells nothing more.
+        """
         self.tell(kind, value)
         while len(self._said[kind]) < self.count:
-            (look or self.check)()
+            look()
             time.sleep(_LOOK_S)
         return dict(sorted(self._said[kind].items()))
 
@@ -83,6 +86,12 @@ class Machines:
                     f"{error}; this machine ends too"
                 )  # at once: to clear up takes seconds
                 raise error
+
+    def _check_meeting(self) -> None:
+        """Raise RunError where another machine has failed, Interrupted where it was stopped: they cannot meet."""
+        self.check()
+        if stopped := self._of_others("end"):
+            raise Interrupted(f"{self.name(min(stopped))} was stopped")
 
     def failure(self, attempt: int) -> str | None:
         """Return why another machine's trainer failed at this attempt, where that does not follow from others' ends."""
@@ -191,7 +200,7 @@ class Machines:
             while len(places) < self.count:
                 if self.rank and not self._links:
                     self._call_first(place)
-                self.check()
+                self._check_meeting()
                 now = time.monotonic()
                 if now - began > _MEET_WITHIN_S:
                     raise ConfigError(self._who_is_missing())
@@ -276,7 +285,7 @@ class Machines:
         """Connect to every other machine, as ranks will; ConfigError where that cannot be."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family, backlog=128) as server:
-            doors = self.gather("door", server.getsockname()[:2])
+            doors = self.gather("door", server.getsockname()[:2], look=self._check_meeting)
             for machine, (host, port) in doors.items():
                 try:
                     socket.create_connection((host, port), timeout=_CONNECT_S).close()
@@ -285,7 +294,7 @@ class Machines:
                         f"{self.name(self.rank)} cannot connect to {self.name(machine)} at {host}, port {port} "
                         f"({error.strerror or error}); ranks take any port: let a firewall pass all between the machines"
                     ) from None
-            self.gather("reach")
+            self.gather("reach", look=self._check_meeting)
 
     def close(self) -> None:
         self._closed.set()

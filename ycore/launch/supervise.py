@@ -125,9 +125,9 @@ class Supervisor:
         )
 
     def _look(self, max_stops: int) -> None:
-        """Raise what ends the wait for other machines: a failure of theirs, or more requests to stop."""
+        """Raise what ends the wait for other machines: an end of theirs, or more requests to stop."""
         self._check_others()
-        if self._num_stops > max_stops:
+        if self._num_stops > max_stops or self.machines.has_ended:
             raise Interrupted(f"stopped after step {self._step}{self._hint}")
 
     @property

@@ -1,6 +1,7 @@
 """Completions that take several rounds: what is kept, what goes on, what a kill leaves, and what no round may lose."""
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -43,6 +44,12 @@ class TickingEngine(Engine):
         self.seeds: list[int] = []
         self._aborted = asyncio.Event()
 
+    def tokens(self, prompt_ids: Sequence[int], seed: int) -> Iterator[int]:
+        """The tokens that this request writes up to the last."""
+        length = 2 + prompt_ids[0] * 7 % 37
+        num_before = len(prompt_ids) - 1
+        return itertools.repeat(self.version, length - num_before)
+
     async def complete(
         self,
         prompt_ids: Sequence[int],
@@ -53,11 +60,11 @@ class TickingEngine(Engine):
     ) -> Completion:
         self.in_flight += 1
         self.seeds.append(seed)
-        length, tokens, version = 2 + prompt_ids[0] * 7 % 37, list[int](), self.version
-        begun, limit = len(prompt_ids) - 1, MAX_TOKENS if max_tokens is None else max_tokens
-        aborted = self._aborted
+        limit = MAX_TOKENS if max_tokens is None else max_tokens
+        version, aborted = self.version, self._aborted
+        tokens: list[int] = []
         reason = "stop"
-        while begun + len(tokens) < length:
+        for token in self.tokens(prompt_ids, seed):
             await asyncio.sleep(self._tick_s)
             if aborted.is_set():
                 reason = ABORTED
@@ -65,9 +72,9 @@ class TickingEngine(Engine):
             if len(tokens) == limit:
                 reason = "length"
                 break
-            tokens.append(version)
+            tokens.append(token)
         self.in_flight -= 1
-        logprobs = tuple(-float(1 + begun + number) for number in range(len(tokens)))
+        logprobs = tuple(-float(len(prompt_ids) + number) for number in range(len(tokens)))
         return Completion(tuple(tokens), logprobs, str(seed % 10), reason, version)
 
     async def abort(self) -> None:
@@ -277,30 +284,12 @@ def test_what_two_versions_wrote_is_one_completion() -> None:
 class DrawingEngine(TickingEngine):
     """Draws each token, and whether it is the last (one in eight), from the seed of its request."""
 
-    async def complete(
-        self,
-        prompt_ids: Sequence[int],
-        seed: int,
-        *,
-        greedy: bool = False,
-        max_tokens: int | None = None,
-    ) -> Completion:
+    def tokens(self, prompt_ids: Sequence[int], seed: int) -> Iterator[int]:
         numbers = random.Random(seed)
-        tokens: list[int] = []
-        aborted = self._aborted
-        reason = "length"
-        self.in_flight += 1
-        while len(tokens) < (max_tokens or MAX_TOKENS):
-            await asyncio.sleep(self._tick_s)
-            if aborted.is_set():
-                reason = ABORTED
-                break
-            tokens.append(numbers.randrange(10))
-            if numbers.random() < 1 / 8:
-                reason = "stop"
-                break
-        self.in_flight -= 1
-        return Completion(tuple(tokens), (-2.3,) * len(tokens), "", reason, self.version)
+        is_last = False
+        while not is_last:
+            yield numbers.randrange(10)
+            is_last = numbers.random() < 1 / 8
 
 
 # -- a stream ----------------------------------------------------------------------------------------------------------
@@ -460,7 +449,7 @@ def test_fewer_rounds_are_begun_where_groups_came_too_late(make: Make) -> None:
     train(controller, range(4))
     assert isinstance(controller, ControllerAhead)
     controller._num_ahead = 3
-    controller._dropped_groups = True
+    controller._num_dropped = 1.0
     assert controller._enough_ahead(4) == 2
 
 

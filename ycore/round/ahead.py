@@ -40,6 +40,7 @@ def controller_of(
     """
     sampling = config.sampling
     in_flight = None
+    max_age = sampling.max_age
     if journal is not None and (config.streams or sampling.oversample > 1):
         in_flight = InFlight(
             decode,
@@ -49,9 +50,7 @@ def controller_of(
             group_size=rules.group_size,
             streams=config.streams,
         )
-    max_age = (
-        sampling.max_age if in_flight is None else max(sampling.max_age, in_flight.max_age)
-    )
+        max_age = max(max_age, in_flight.max_age)
     parts = {
         "rules": rules,
         "journal": journal,
@@ -88,7 +87,7 @@ class ControllerAhead(Controller):
         self._rounds: dict[int, Future[Committed]] = {}  # begun, by step
         self._states: dict[int, dict[str, Any]] = {}  # after the round of a step
         self._last_begun = self._step = -1
-        self._dropped_groups = False  # in the last round, as too old
+        self._num_dropped = 0.0  # groups of the last round, as too old
         self._waited_s = 0.0
         if self._streams:
             self._event_loop.start_thread()
@@ -106,7 +105,7 @@ class ControllerAhead(Controller):
             self.rest()
         self._begin(step, until=step + self._num_ahead, num_groups=num_groups)
         committed = self._written(step)
-        self._dropped_groups = committed.metrics["ycore/sampling/stale"] > 0
+        self._num_dropped = committed.metrics["ycore/sampling/stale"]
         groups = self.hand_over(committed)
         del self._rounds[step]
         self._states.pop(step - 1, None)
@@ -125,20 +124,16 @@ class ControllerAhead(Controller):
         on: these are the long ones. All ranks get the same number.
         """
 
-        def on_any_rank(condition: bool, name: str) -> bool:
-            return self._event_loop.run_alone(self.peers.meet(stopping=condition, name=name))
-
         fewer = max(self._num_ahead - 1, 1)
-        if on_any_rank(self._dropped_groups, "stale"):
+        if self._num_dropped:  # of all ranks, as the metrics are
             return fewer
-        if on_any_rank(not self._is_written(step), "waits"):
+        if self._any_waits_for(step, "waits"):
             return min(self._num_ahead + 1, self._max_staleness)
-        return (
-            self._num_ahead if on_any_rank(not self._is_written(step + 1), "tight") else fewer
-        )
+        return self._num_ahead if self._any_waits_for(step + 1, "tight") else fewer
 
-    def _is_written(self, step: int) -> bool:
-        return step in self._rounds and self._rounds[step].done()
+    def _any_waits_for(self, step: int, name: str) -> bool:
+        is_written = step in self._rounds and self._rounds[step].done()
+        return self._event_loop.run_alone(self.peers.meet(stopping=not is_written, name=name))
 
     def _begin(self, version: int, *, until: int, num_groups: int) -> None:
         """Give engines this version, and begin the rounds up to that of the step `until`."""

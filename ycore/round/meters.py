@@ -97,7 +97,8 @@ class RoundMeter:
         num_tokens, num_masked, num_failed, drawn, leftover, moved, restarts, changed, stale = (
             sums[:9]
         )
-        if self.requires_scores and not sums[10] and 0 < num_masked <= num_failed:
+        num_scored = sums[10]
+        if self.requires_scores and not num_scored and 0 < num_masked <= num_failed:
             raise RunError(self._nothing_scored(num_masked))
         metrics = {
             "ycore/tokens_per_s": num_tokens / self.seconds,

@@ -105,7 +105,7 @@ class ExpectedLengths:
             self.learn((int(row), cost) for row, cost in state["learned"])
         else:
             self._of = {int(row): cost for row, cost in state["rows"]}
-            self.learn(())
+            self.learn(())  # their mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -462,7 +462,7 @@ class Controller:
         yield
         took = time.perf_counter() - began
         self._seconds += took
-        self._metrics |= {f"ycore/time/{name}": took}
+        self._metrics[f"ycore/time/{name}"] = took
 
     def settle(self) -> None:
         """Called at a step's end, before anything is saved."""
@@ -506,7 +506,7 @@ class Controller:
                 for group in summaries
                 if group.stats
             )
-            self._metrics |= {"ycore/curriculum/dropped": draws.curriculum.num_dropped}
+            self._metrics["ycore/curriculum/dropped"] = draws.curriculum.num_dropped
 
     # -- journal and checkpoints -------------------------------------------------------------------------------------
 

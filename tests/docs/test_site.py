@@ -37,7 +37,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     nobody = "http://127.0.0.1:9"
     done = subprocess.run(
-        ["make", "docs", f"BIN={Path(sys.executable).parent}", "READY=ready"],
+        [
+            "make",
+            "--no-print-directory",
+            "docs",
+            f"BIN={Path(sys.executable).parent}",
+            "READY=ready",
+        ],
         cwd=folder,
         env={**os.environ, "HTTP_PROXY": nobody, "HTTPS_PROXY": nobody, "NO_COLOR": "1"},
         capture_output=True,

@@ -305,6 +305,41 @@ def test_a_killed_parent_leaves_nothing(bench: Bench, tmp_path: Path) -> None:
     assert below and not alive and len(gone) == len(everything)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root looks as another user")
+def test_a_parent_that_ends_while_the_server_looks_as_another_user_is_noticed(
+    tmp_path: Path,
+) -> None:
+    """The kernel forgets the signal of a parent's end with each change of user, so none comes of an end right then."""
+    script = (
+        "import os, signal, sys, time\n"
+        "from ycore.sandbox import program_server, stage, watch\n"
+        "if not os.fork():\n"
+        "    parent = os.getppid()\n"
+        "    stage.checked_prctl(stage.PR_SET_PDEATHSIG, signal.SIGTERM)\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    def look(pids):\n"
+        "        os.kill(parent, signal.SIGKILL)\n"
+        "        while os.getppid() == parent: time.sleep(0.01)\n"
+        "        return 0\n"
+        "    watch.deleted_bytes = look\n"
+        "    watch.excess_of = lambda *_: None\n"
+        "    limits = {'memory': 1, 'scratch': 1, 'files': 1, 'processes': 1, 'output': 1}\n"
+        "    program_server._is_excess({'limits': limits, 'uid': 70000}, '/nowhere')\n"
+        "    open(sys.argv[1], 'w').close()\n"
+        "    os._exit(0)\n"
+        "time.sleep(600)\n"
+    )
+    went_on = tmp_path / "went on"
+    # The pipe is closed by the last of the two processes.
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(went_on)],
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL and not went_on.exists()
+
+
 def _is_program(process: psutil.Process) -> bool:
     """Whether it has run for a while and has no children: what waits for it does have."""
     try:

@@ -56,7 +56,6 @@ _STDLIB = (
     "datetime decimal fractions statistics hashlib io linecache abc textwrap calendar cmath time array queue"
 )
 _FILE_NAME = "program.py"
-_COMPILE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 
 # Linux: sched.h, sys/mount.h
 _NEWNS = 0x20000
@@ -193,6 +192,7 @@ def _is_excess(steps: StageSteps, scratch: str | None) -> bool:
         return True
     if steps["uid"] is None or scratch is None:
         return False
+    parent = os.getppid()
     try:
         for user in (steps["uid"], steps["uid"] + 1):
             stage.LIBC.setfsgid(user)
@@ -201,13 +201,14 @@ def _is_excess(steps: StageSteps, scratch: str | None) -> bool:
             stage.set_capabilities(stage.capabilities())
             if watch.deleted_bytes(pids) > limits.scratch:
                 return True
-            stage.LIBC.setfsuid(0)
         return False
     finally:
         stage.LIBC.setfsuid(0)
         stage.LIBC.setfsgid(0)
-        # The kernel forgets this with a change of user.
+        # The kernel forgets this with a change of user, and no signal comes of a parent that ended meanwhile.
         stage.checked_prctl(stage.PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            stage.end_everything()
 
 
 def _start(
@@ -348,7 +349,7 @@ def _run_callee(source: int, connection: int) -> None:
     state = "ready"
     try:
         code = compile(text, _FILE_NAME, "exec")
-    except _COMPILE_ERRORS:
+    except Exception:  # noqa: BLE001 (of the compiler: also ValueError, RecursionError, OverflowError)
         state = "compile_error"
     else:
         try:

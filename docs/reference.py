@@ -84,7 +84,7 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
         "ycore/sampling/drawn, ycore/sampling/yield": ("groups, share", "groups drawn in the round; those that could teach, lately"),
         "ycore/sampling/surplus, ycore/sampling/filled, ycore/sampling/stale": ("groups", "groups kept for a later round; taken although they teach nothing; too old to be trained on"),
         "ycore/curriculum/dropped": ("prompts", "prompts that are drawn no more, because their last groups were solved"),
-        "ycore/staleness, ycore/stale_gap": ("steps, nats", "how old the groups are, and the gap of the old ones ([parallel.md](parallel.md#rounds-while-the-trainer-trains)); left-over groups count too"),
+        "ycore/staleness, ycore/rounds_ahead, ycore/stale_gap": ("steps, rounds, nats", "how old the groups are, the rounds that were begun ahead of the step, and the gap of the old ones ([parallel.md](parallel.md#rounds-while-the-trainer-trains)); left-over groups count too"),
         "ycore/carried/groups, ycore/carried/completions, ycore/carried/tokens, ycore/carried/dropped": ("a step", "groups and completions that go on under newer weights ([parallel.md](parallel.md#completions-that-take-several-rounds))"),
         "ycore/replayed": ("0 or 1", "1 where the step's round came from the journal"),
     },

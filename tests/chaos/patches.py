@@ -266,6 +266,36 @@ _SAVER = "ycore/trainer/training_run.py"
 _WRITER = "ycore/run/checkpoints.py"
 _COMMIT = "        self._journal.commit(step, groups, state, metrics)\n"
 
+_AHEAD = "ycore/round/ahead.py"
+
+STREAM_POINTS: tuple[Point, ...] = (
+    Point(
+        "engines halted, old weights",
+        _AHEAD,
+        "            await self.load_engines(folder, version)\n",
+        before=True,
+    ),
+    Point(
+        "engines loaded, halted",
+        _AHEAD,
+        "            await self.load_engines(folder, version)\n",
+        before=False,
+    ),
+    Point("groups made, not committed", _LOOP, _COMMIT, before=True),
+    Point(
+        "round committed ahead",
+        _AHEAD,
+        "        self._states[step] = states_of(self)\n",
+        before=True,
+    ),
+    Point(
+        "round taken, not handed over",
+        _AHEAD,
+        "        groups = self.hand_over(committed)\n",
+        before=True,
+    ),
+)
+
 POINTS: tuple[Point, ...] = (
     Point(
         "weights written, not loaded",

@@ -25,7 +25,15 @@ from tests.chaos.results import (
     read_rounds,
 )
 from tests.chaos.runs import Run, Setting, let_end
-from tests.chaos.trial import Oracle, Outcome, go_on, kill, until_it_lands, wait_for_moment
+from tests.chaos.trial import (
+    Deed,
+    Oracle,
+    Outcome,
+    go_on,
+    kill,
+    until_it_lands,
+    wait_for_moment,
+)
 from tests.chaos.witnesses import TIMES_VARIABLE, read_times
 from ycore.errors import RunError
 from ycore.run.metrics import read_metrics
@@ -144,14 +152,7 @@ def carried_row(bench: Bench, name: str, option: Sequence[str], ranks: Sequence[
         before, after = ranks[number % len(ranks)]
         attempt = partial(account_trial, slow, setting, before=before, after=after)
         outcome = until_it_lands(attempt, f"{name}-{number}", moment)
-        rounds = read_rounds(RunFolder(setting.place / outcome.name).journal)
-        if not any(
-            state["unfinished_groups"] for round_ in rounds for state in round_["states"]
-        ):
-            return replace(
-                outcome, difference=Difference(notes=("no round left a completion under way",))
-            )
-        return outcome
+        return refuse_idle(outcome, setting)
 
     outcomes = bench.all(one, list(enumerate(moments)))
     return row_of(
@@ -161,7 +162,19 @@ def carried_row(bench: Bench, name: str, option: Sequence[str], ranks: Sequence[
     )
 
 
+def refuse_idle(outcome: Outcome, setting: Setting) -> Outcome:
+    """Fail a trial that shows nothing, because no round left a completion under way."""
+    rounds = read_rounds(RunFolder(setting.place / outcome.name).journal)
+    if any(state["unfinished_groups"] for round_ in rounds for state in round_["states"]):
+        return outcome
+    note = "no round left a completion under way"
+    return replace(outcome, difference=Difference(notes=(note,)))
+
+
 RANKS = ((1, 1), (2, 1), (1, 2))
+
+
+_KILL = kill("trainer")
 
 
 def account_trial(
@@ -172,12 +185,13 @@ def account_trial(
     *,
     before: int = 1,
     after: int = 1,
+    deed: Deed = _KILL,
 ) -> Outcome:
     """A run of `before` ranks, which goes on with `after`. `oracle` is of the plain job: it lends its pace."""
     job = dynamic(replace(oracle.job, ranks=before))
     run = Run(setting, job.words(setting.place / name), setting.place / name)
     try:
-        landed = wait_for_moment(run, moment, oracle) and kill("trainer")(run)
+        landed = wait_for_moment(run, moment, oracle) and deed(run)
         phase = phase_of(
             run.glimpsed or glimpse(run.folder),
             steps=job.steps,

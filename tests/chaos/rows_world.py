@@ -126,8 +126,8 @@ def disk_world_row(bench: Bench) -> Row:
         leave = random.Random(f"{bench.seed}/{name}/{number}").randint(0, _MOST_LEFT)
 
         def attempt(name: str, at: Moment) -> Outcome:
-            with _disk(bench.place / f"disk-of-{name}") as disk:
-                return trial(f"{disk.name}/{name}", oracle, at, _fills(disk, leave=leave))
+            with small_disk(bench.place / f"disk-of-{name}") as disk:
+                return trial(f"{disk.name}/{name}", oracle, at, fills(disk, leave=leave))
 
         return until_it_lands(attempt, f"{name}-{number}", moment)
 
@@ -171,7 +171,7 @@ def _row(
     return row_of(name, what, bench.all(one, list(enumerate(moments))))
 
 
-def _fills(disk: Path, *, leave: int) -> Deed:
+def fills(disk: Path, *, leave: int) -> Deed:
     """Fill the disk but for so many bytes, and make room once the run has ended."""
 
     def deed(run: Run) -> bool:
@@ -187,7 +187,7 @@ def _fills(disk: Path, *, leave: int) -> Deed:
 
 
 @contextmanager
-def _disk(place: Path) -> Iterator[Path]:
+def small_disk(place: Path) -> Iterator[Path]:
     """A small disk; RunError where none may be mounted."""
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_MB}m", "none", str(place)]

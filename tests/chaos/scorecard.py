@@ -53,6 +53,7 @@ from tests.chaos.rows_kill import (
     stop_row,
 )
 from tests.chaos.rows_mutation import mutation_row
+from tests.chaos.rows_stream import stream_faults_row, stream_points_row
 from tests.chaos.rows_world import disk_world_row, kill_world_row, stop_world_row
 from tests.chaos.runs import Setting
 from tests.chaos.witnesses import FLUSHES_VARIABLE
@@ -89,6 +90,8 @@ _SCRIPTED: dict[str, MakeRow] = {
     "kill-stream": partial(
         carried_row, name="kill-stream", option=("--max-staleness", "3"), ranks=RANKS
     ),
+    "stream-faults": stream_faults_row,
+    "stream-points": stream_points_row,
     "calls": calls_row,
     "stale-weights": stale_row,
     "mutations": mutation_row,

@@ -278,6 +278,10 @@ def test_where_every_scored_completion_teaches() -> None:
             "--max-staleness 2 keeps engines busy from round to round; leave --oversample out",
         ),
         (
+            {"sampling": {"max_staleness": 1, "min_effective_share": 0.9}},
+            "is 0.9, and it delays the rounds of a stream; give --max-staleness 2 or more",
+        ),
+        (
             {"sampling": {"oversample": 1.5}, "advantage": "remax"},
             "remax compares with a greedy one of the same weights",
         ),

@@ -453,6 +453,19 @@ def test_fewer_rounds_are_begun_where_groups_came_too_late(make: Make) -> None:
     assert controller._enough_ahead(4) == 2
 
 
+@pytest.mark.parametrize(("share", "ahead"), [(0.79, 1), (0.81, 3)])
+def test_fewer_rounds_are_begun_where_too_few_tokens_count(
+    make: Make, share: float, ahead: int
+) -> None:
+    controller = stream(make, min_effective_share=0.8)
+    train(controller, range(4))
+    assert isinstance(controller, ControllerAhead)
+    controller._num_ahead = 2
+    controller._rounds.clear()  # so that training waits
+    controller.effective_share = share
+    assert controller._enough_ahead(4) == ahead
+
+
 def test_an_error_in_a_stream_ends_the_run_with_its_step(make: Make) -> None:
     controller = stream(make)
     train(controller, range(2))

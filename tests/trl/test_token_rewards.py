@@ -142,6 +142,7 @@ def test_the_effective_share_is_told_by_the_lag_of_the_version_that_wrote_the_to
         "ycore/effective_share/2": [pytest.approx(effective_share(gaps[:, 0]), rel=1e-4)],
     }
     assert recorded["ycore/staleness"] == [2.0]
+    assert [trainer.rounds.effective_share] == recorded["ycore/effective_share"]
 
 
 def second_step(

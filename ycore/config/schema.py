@@ -197,6 +197,8 @@ class SamplingSettings(Strict):
     # Steps by which the policy that writes a round may lag behind the one that learns from it. 1: a round is written
     # while the step before it trains. From 2 on, prompts are always in flight, and weights change between two tokens.
     max_staleness: Annotated[int, Field(ge=0, le=64, strict=True)] = 0
+    # `ycore/effective_share` below which a stream begins its rounds later, so that newer weights write them; 0: never.
+    min_effective_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     # Groups in flight for each that is expected to be needed. Above 1 a round is over as soon as it has enough, and
     # completions that are not whole go on in the next (APRIL, arXiv 2509.18521).
     oversample: Annotated[float, Field(ge=1, le=4)] = 1.0
@@ -547,6 +549,11 @@ class RunConfig(ScoredConfig, RowSettings):
         self._check_mixture()
         self._check_policy_as_judge()
         self._check_carried()
+        if self.sampling.min_effective_share and not self.streams:
+            raise ConfigError(
+                f"sampling.min_effective_share is {self.sampling.min_effective_share:g}, and it delays the rounds of a "
+                "stream; give --max-staleness 2 or more without --deterministic, or leave it out"
+            )
         self._check_drafts()
         if self.sampling.curriculum and self.teaches_alone:
             raise ConfigError(

@@ -61,7 +61,10 @@ def controller_of(
     if journal is None or sampling.max_staleness == 0:
         return Controller(**parts)
     return ControllerAhead(
-        num_steps=config.steps, max_staleness=sampling.max_staleness, **parts
+        num_steps=config.steps,
+        max_staleness=sampling.max_staleness,
+        min_effective_share=sampling.min_effective_share,
+        **parts,
     )
 
 
@@ -76,8 +79,16 @@ class ControllerAhead(Controller):
     could write them with the same weights. In a stream, a resumed run begins anew what was in flight.
     """
 
-    def __init__(self, *, num_steps: int, max_staleness: int, **parts: Any) -> None:
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        max_staleness: int,
+        min_effective_share: float = 0.0,
+        **parts: Any,
+    ) -> None:
         super().__init__(**parts)
+        self._min_effective_share = min_effective_share
         self._num_steps = num_steps
         self._max_staleness = max_staleness
         self._streams = self.in_flight is not None and self.in_flight.streams
@@ -114,6 +125,7 @@ class ControllerAhead(Controller):
         self._waited_s += waited_s
         if self._streams:
             self.record("ycore/time/waited", waited_s)
+            self.record("ycore/rounds_ahead", self._num_ahead)
             self.slots.begin_phase(TRAIN)
         return groups
 
@@ -121,19 +133,24 @@ class ControllerAhead(Controller):
         """Return how many rounds to have begun: more where training waits, fewer where a round waits for it.
 
         A round that is written later is written by a newer version. Fewer, too, where groups came too late to be trained
-        on: these are the long ones. All ranks get the same number.
+        on, which are the long ones, or where too few tokens count after their correction. All ranks get the same number.
         """
-
         fewer = max(self._num_ahead - 1, 1)
         if self._num_dropped:  # of all ranks, as the metrics are
             return fewer
-        if self._any_waits_for(step, "waits"):
+        bound = self._min_effective_share
+        if bound and self._any_rank(self.effective_share < bound, "off policy"):
+            return fewer
+        if self._any_rank(not self._is_written(step), "waits"):
             return min(self._num_ahead + 1, self._max_staleness)
-        return self._num_ahead if self._any_waits_for(step + 1, "tight") else fewer
+        is_tight = self._any_rank(not self._is_written(step + 1), "tight")
+        return self._num_ahead if is_tight else fewer
 
-    def _any_waits_for(self, step: int, name: str) -> bool:
-        is_written = step in self._rounds and self._rounds[step].done()
-        return self._event_loop.run_alone(self.peers.meet(stopping=not is_written, name=name))
+    def _is_written(self, step: int) -> bool:
+        return step in self._rounds and self._rounds[step].done()
+
+    def _any_rank(self, holds: bool, name: str) -> bool:
+        return self._event_loop.run_alone(self.peers.meet(stopping=holds, name=name))
 
     def _begin(self, version: int, *, until: int, num_groups: int) -> None:
         """Give engines this version, and begin the rounds up to that of the step `until`."""

@@ -303,6 +303,7 @@ class ReplayedRounds:
         self._record = record
         self._journal = Journal(self._folder, rank=rank, world=world)
         self.constraint_weights: list[float] | None = None
+        self.effective_share = 1.0
 
     def check(self, *, steps: int, steps_per_round: int) -> None:
         """Raise RunFolderError where the journal lacks a round, of any rank, that this run will need."""

@@ -119,6 +119,7 @@ class Controller:
         """Reasons why completions of the last round have no reward, with their numbers."""
         self.constraint_weights: list[float] | None = None
         """The weights that the last round is trained with; None without constraints."""
+        self.effective_share = 1.0
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """Scored groups for this rank, committed to the journal. Every rank calls this at the same step.

@@ -203,7 +203,8 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         behaviour = behaviour_logps(inputs.get("sampling_per_token_logps"), old, logps)
         gap = (logps - behaviour)[mask.bool()]
         lags = inputs["lags"][mask.bool()]
-        self.record("ycore/effective_share", effective_share(gap))
+        self.rounds.effective_share = effective_share(gap)
+        self.record("ycore/effective_share", self.rounds.effective_share)
         for lag in lags.unique().tolist():
             self.record(f"ycore/effective_share/{lag}", effective_share(gap[lags == lag]))
         if self._trust_region == "clip":

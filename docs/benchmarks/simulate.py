@@ -18,7 +18,7 @@ from typing import Any
 
 from lanes import draw_panels
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from simulator.comparison import (
     Comparison,
     Result,
@@ -85,6 +85,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rounds", type=whole, default=8)
     add("--train-s", type=at_least(0), help="also play whole steps; seconds of training")
     add("--oversample", type=at_least(1), default=1.5)
+    add("--max-staleness", type=whole, nargs="+", default=[4],
+        help="with --train-s: streams with groups up to so many steps old")  # fmt: skip
+    add(
+        "--sync-s",
+        type=at_least(0),
+        default=0.0,
+        help="in which a stream's engines take weights",
+    )
     add("--drafts", type=parse_drafts, metavar="N:SHARE",
         help="with --train-s: drafts of N tokens, SHARE of them accepted")  # fmt: skip
     add("--prompts-per-step", type=whole)
@@ -109,7 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps: list[Played] = []
         if args.train_s is not None:
             steps = compare_steps(
-                scenario, requests, args.train_s, oversample=args.oversample, drafts=args.drafts
+                scenario,
+                requests,
+                args.train_s,
+                oversample=args.oversample,
+                drafts=args.drafts,
+                max_staleness=args.max_staleness,
+                sync_s=args.sync_s,
             )
         played = (
             compare_assumed(scenario)
@@ -198,9 +212,14 @@ def reason(best: Result, played: Comparison) -> str:
 
 def print_steps(steps: Sequence[Played]) -> None:
     print(
-        "whole steps, of writing and training alone; what is carried over is read again at no cost:"
+        "whole steps, of writing and training alone; what is carried over is read again at no cost. engines: slots that "
+        "write; early: mean tokens of the first three rounds; waits: of training, idle: of engines:"
     )
-    table = Table("way", "engine slots", "step", "faster", "tokens early", "tokens")
+    table = Table(
+        Column("way", no_wrap=True),
+        *("engines", "step", "faster", "early", "tokens"),
+        *("waits", "idle", "stale", "dropped"),
+    )
     for step in steps:
         table.add_row(
             step.name,
@@ -209,6 +228,10 @@ def print_steps(steps: Sequence[Played]) -> None:
             f"{steps[0].seconds / step.seconds:.2f}",
             f"{step.early_tokens:.0f}",
             f"{step.tokens:.0f}",
+            "" if step.waits is None else f"{step.waits:.0%}",
+            "" if step.idle is None else f"{step.idle:.0%}",
+            "" if step.staleness is None else f"{step.staleness:.1f}",
+            f"{step.dropped:.1f}" if step.dropped else "",
         )
     Console().print(table)
 

@@ -56,6 +56,7 @@ def test_whole_steps_are_played_with_what_shortens_their_tails(
         "apart, in turn",
         "--max-staleness 1",
         "both",
+        "--max-staleness 4",
     ]
     assert told[3]["seconds"] < told[2]["seconds"] and told[3]["rolling"] == 1
     assert run([*SMALL, "--judge-work", "0", "--train-s", "5", "--drafts", "4:0.8"]) == 0

@@ -1,10 +1,12 @@
 """Steps in virtual time: by hand where they are few, and what they must obey where they are many."""
 
 import random
+from typing import Any
 
 import pytest
+from published_stream import PUBLISHED, played
 from simulator.speeds import Speed
-from simulator.tails import Drafting, Steps, compare_tails
+from simulator.tails import Drafting, Steps, Stream, compare_tails
 
 LONG = Steps(Speed(0.02, 0.0001), num_slots=8, need=64, train_s=40.0, swap_s=2.0, num_steps=12)
 
@@ -70,3 +72,34 @@ def test_no_token_is_written_twice_or_left_out() -> None:
     steps = Steps(Speed(1.0, 0.0), num_slots=2, need=3, train_s=1.0, swap_s=0.0, num_steps=30)
     _, carried, *_ = compare_tails(steps, at, oversample=2.0)
     assert carried.tokens == pytest.approx(4.0, abs=0.35)
+
+
+def test_a_stream_by_hand() -> None:
+    """One slot writes groups of 10 tokens, a second each, with any number in flight; training takes 4 s on the other.
+
+    Engines need no more time for more groups, so training never waits once enough are begun, and a sync adds its own.
+    """
+    steps = Steps(
+        Speed(1.0, 0.0), num_slots=2, need=2, train_s=2.0, swap_s=0.0, num_steps=30, sync_s=0.5
+    )
+    in_time = Stream(steps, lambda at: [10.0], 3, 1).play()
+    assert in_time.seconds == pytest.approx(4.5) and in_time.waits == 0
+    assert in_time.tokens == 10 and in_time.staleness == 3  # written over three steps
+    late = Stream(steps, lambda at: [10.0], 1, 1).play()
+    assert late.seconds > 4.5 and late.staleness is not None and late.staleness <= 1
+
+
+def test_a_stream_is_bound_by_its_slower_side() -> None:
+    """64 groups of eight, 600 tokens in the mean: with one slot for engines they are what takes the time."""
+    slow = Stream(LONG, lognormal, 8, 1).play()
+    fast = Stream(LONG, lognormal, 8, 7).play()
+    assert slow.idle == pytest.approx(0.0, abs=0.02) and slow.waits is not None
+    assert slow.waits == pytest.approx(1 - LONG.train_s * 8 / 7 / slow.seconds)
+    assert fast.waits == 0
+    assert fast.seconds == pytest.approx(LONG.train_s * 8)
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda one: f"{one.num_gpus} GPUs")
+def test_a_stream_comes_within_a_quarter_of_published_steps(published: Any) -> None:
+    (seconds,) = played(published, [2], 24)
+    assert seconds == pytest.approx(published.asynchronous, rel=0.25)

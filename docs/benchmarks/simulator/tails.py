@@ -1,4 +1,4 @@
-"""What whole steps take where the tail of a round is met: rounds one step ahead, and completions that are carried over.
+"""What whole steps take where the tail of a round is met: rounds ahead, streams, and completions that are carried over.
 
 Steps in virtual time, of rollouts and training alone. An engine's step takes `base + each * n` seconds with n requests
 in flight, each request grows by one token in it, and a request goes to the slot with the fewest in flight. Training is
@@ -6,6 +6,7 @@ divided evenly by the slots that train. Reading prompts again after a round, jud
 """
 
 import heapq
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +14,11 @@ from statistics import fmean
 
 from simulator.comparison import Scenario, assumed_work
 from simulator.recording import Request, recorded
-from simulator.simulation import SimulatedGroup
+from simulator.simulation import SimulatedGroup, VirtualSlot
 from simulator.speeds import Speed
 from ycore.errors import ConfigError
 from ycore.placement.placement import ROLLOUT
+from ycore.round.ahead import RoundsAhead
 
 LengthsAt = Callable[[int], Sequence[float]]
 """Tokens of each completion of the group at a position of the run's order."""
@@ -51,6 +53,7 @@ class Steps:
     train_s: float
     swap_s: float
     num_steps: int = 24
+    sync_s: float = 0.0  # in which a stream's engines take weights, and write nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,10 @@ class Played:
     early_tokens: float
     tokens: float
     rolling: int | None = None
+    waits: float | None = None  # share of the time in which a stream's trainer waits for groups
+    idle: float | None = None  # share of its engines' time in which they write nothing
+    staleness: float | None = None  # steps by which the first token of a group is old
+    dropped: float = 0.0  # groups a step that were too old
 
 
 @dataclass(slots=True)
@@ -79,9 +86,10 @@ def compare_tails(
     *,
     oversample: float,
     drafts: tuple[int, float] | None = None,
+    max_staleness: Sequence[int] = (),
 ) -> list[Played]:
     """Every way; those with engines apart from training by the division that is shortest. `drafts`: tokens, and the
-    share of them that is accepted."""
+    share of them that is accepted. `max_staleness`: of the streams."""
     together = [_play(steps, lengths_at, factor) for factor in (1.0, oversample)]
     drafting = []
     if drafts is not None:
@@ -94,6 +102,7 @@ def compare_tails(
         _divided(steps, lengths_at, 1.0, ahead=False),
         _divided(steps, lengths_at, 1.0, ahead=True),
         _divided(steps, lengths_at, oversample, ahead=True),
+        *(_divided_stream(steps, lengths_at, limit) for limit in max_staleness),
     ]
 
 
@@ -104,6 +113,8 @@ def compare_steps(
     *,
     oversample: float,
     drafts: tuple[int, float] | None = None,
+    max_staleness: Sequence[int] = (),
+    sync_s: float = 0.0,
 ) -> list[Played]:
     """`compare_tails` of a run's requests, round by round, or of assumed lengths where they are None.
 
@@ -115,17 +126,16 @@ def compare_steps(
         )
     if requests is None:
         work = assumed_work(scenario)
-        steps = Steps(
-            Speed(*scenario.step_s), scenario.num_slots, scenario.need, train_s, scenario.swap_s
-        )
-        return compare_tails(
-            steps, lambda at: _lengths(work.group_at(at)), oversample=oversample, drafts=drafts
-        )
-    recording = recorded(requests, group_size=scenario.group_size)
-    need = max(1, round(fmean(map(len, recording.rounds))))
-    steps = Steps(recording.speeds[ROLLOUT], scenario.num_slots, need, train_s, scenario.swap_s)
+        speed, need = Speed(*scenario.step_s), scenario.need
+        lengths_at: LengthsAt = lambda at: _lengths(work.group_at(at))  # noqa: E731
+    else:
+        recording = recorded(requests, group_size=scenario.group_size)
+        speed = recording.speeds[ROLLOUT]
+        need = max(1, round(fmean(map(len, recording.rounds))))
+        lengths_at = recorded_lengths(recording.rounds)
+    steps = Steps(speed, scenario.num_slots, need, train_s, scenario.swap_s, sync_s=sync_s)
     return compare_tails(
-        steps, recorded_lengths(recording.rounds), oversample=oversample, drafts=drafts
+        steps, lengths_at, oversample=oversample, drafts=drafts, max_staleness=max_staleness
     )
 
 
@@ -150,7 +160,7 @@ def _play(steps: Steps, lengths_at: LengthsAt, oversample: float) -> Played:
 def _divided(steps: Steps, lengths_at: LengthsAt, oversample: float, *, ahead: bool) -> Played:
     """Some slots write and the others train: in turn, or with `ahead` both at once."""
     found = []
-    for rolling in range(1, steps.num_slots, max(1, steps.num_slots // _MOST_DIVISIONS)):
+    for rolling in _divisions(steps.num_slots):
         rounds, lengths = _rounds(steps, lengths_at, rolling, oversample)
         train_s = steps.train_s * steps.num_slots / (steps.num_slots - rolling)
         each = [max(round_s, train_s) if ahead else round_s + train_s for round_s in rounds]
@@ -165,6 +175,149 @@ def _divided(steps: Steps, lengths_at: LengthsAt, oversample: float, *, ahead: b
             )
         )
     return min(found, key=lambda one: one.seconds)
+
+
+def _divisions(num_slots: int) -> range:
+    return range(1, num_slots, max(1, num_slots // _MOST_DIVISIONS))
+
+
+def _divided_stream(steps: Steps, lengths_at: LengthsAt, limit: int) -> Played:
+    """The stream (`--max-staleness` of 2 and more) by the division that is shortest."""
+    played = [
+        Stream(steps, lengths_at, limit, rolling).play()
+        for rolling in _divisions(steps.num_slots)
+    ]
+    return min(played, key=lambda way: way.seconds)
+
+
+@dataclass(slots=True)
+class _InFlight:
+    lengths: Sequence[float]
+    version: int  # of its first token
+    left: int  # completions that are not whole
+
+
+class Stream:
+    """Engines that write on while the trainer trains and that take weights between two tokens.
+
+    As many rounds are begun ahead as in a live run (`RoundsAhead`). A sync stops the engines' clock.
+    """
+
+    def __init__(
+        self, steps: Steps, lengths_at: LengthsAt, limit: int, num_rolling: int
+    ) -> None:
+        self._steps = steps
+        self._lengths_at = lengths_at
+        self._limit = limit
+        self._num_rolling = num_rolling
+        self._slots = [VirtualSlot({ROLLOUT: steps.speed}) for _ in range(num_rolling)]
+        self._num_requests = [0] * num_rolling
+        self._ends: list[tuple[float, int]] = [(math.inf, -1)] * num_rolling  # time, request
+        self._groups: dict[int, _InFlight] = {}
+        self._whole: list[_InFlight] = []
+        self._requests: dict[int, tuple[int, int]] = {}  # slot and group
+        self._num_begun = self._num_ended = 0
+        self._now = 0.0  # of the engines' clock
+        self._busy_s = 0.0
+        self._version = 0
+
+    def play(self) -> Played:
+        """Return means over the later two thirds of the steps."""
+        steps = self._steps
+        train_s = steps.train_s * steps.num_slots / (steps.num_slots - self._num_rolling)
+        first = steps.num_steps // 3
+        rounds_ahead = RoundsAhead(self._limit)
+        waits, ages, lengths, num_dropped = list[float](), list[int](), list[float](), 0
+        for step in range(steps.num_steps):
+            if step == first:
+                began, busy_before = self._now, self._busy_s
+            late = self._drop_old()
+            ahead = rounds_ahead.choose(
+                waits=len(self._whole) < steps.need,
+                is_tight=len(self._whole) < 2 * steps.need,
+                too_old=late > 0,
+            )
+            self._begin_up_to(steps.need * (1 + ahead))
+            before = self._now
+            while len(self._whole) < steps.need:
+                self._next_end(math.inf)
+                self._begin_up_to(steps.need * (1 + ahead))
+            taken, self._whole = self._whole[: steps.need], self._whole[steps.need :]
+            lengths += [fmean(group.lengths) for group in taken]
+            if step >= first:
+                waits.append(self._now - before)
+                ages += [step - group.version for group in taken]
+                num_dropped += late
+            self._write_for(train_s, up_to=steps.need * ahead)
+            self._version = step + 1
+        num_steps = steps.num_steps - first
+        engine_s = (self._now - began) / num_steps
+        seconds = engine_s + steps.sync_s
+        busy_s = (self._busy_s - busy_before) / num_steps / self._num_rolling
+        return Played(
+            f"--max-staleness {self._limit}",
+            seconds,
+            fmean(lengths[: _EARLY * steps.need]),
+            fmean(lengths),
+            self._num_rolling,
+            waits=fmean(waits) / seconds,
+            idle=1 - busy_s / seconds,
+            staleness=fmean(ages),
+            dropped=num_dropped / num_steps,
+        )
+
+    def _drop_old(self) -> int:
+        young = [group for group in self._whole if self._version - group.version <= self._limit]
+        num_dropped = len(self._whole) - len(young)
+        self._whole = young
+        return num_dropped
+
+    def _begin_up_to(self, most: int) -> None:
+        """Begin groups while fewer are in flight or whole; each request goes to the slot with the fewest."""
+        while len(self._groups) + len(self._whole) < most:
+            lengths = self._lengths_at(self._num_begun)
+            self._groups[self._num_begun] = _InFlight(lengths, self._version, len(lengths))
+            for index, length in enumerate(lengths):
+                slot = self._num_requests.index(min(self._num_requests))
+                request = self._num_begun * len(lengths) + index
+                self._requests[request] = (slot, self._num_begun)
+                self._num_requests[slot] += 1
+                self._slots[slot].start(request, ROLLOUT, length, self._now)
+                self._note_end(slot)
+            self._num_begun += 1
+
+    def _write_for(self, seconds: float, *, up_to: int) -> None:
+        until = self._now + seconds
+        while self._next_end(until):
+            self._begin_up_to(up_to)
+
+    def _next_end(self, until: float) -> bool:
+        """Go to the next request's end, or to `until` where that comes first; return whether one ended."""
+        at, request = min(self._ends)
+        num_busy = sum(number > 0 for number in self._num_requests)
+        passed_s = min(at, until) - self._now
+        self._busy_s += num_busy * passed_s
+        self._now += passed_s
+        if at > until:
+            return False
+        slot, position = self._requests.pop(request)
+        self._slots[slot].end(ROLLOUT, self._now)
+        self._num_requests[slot] -= 1
+        self._note_end(slot)
+        group = self._groups[position]
+        group.left -= 1
+        if not group.left:
+            self._whole.append(self._groups.pop(position))
+        return True
+
+    def _note_end(self, slot: int) -> None:
+        end = self._slots[slot].next_end()
+        self._ends[slot] = (math.inf, -1) if end is None else end[:2]
+
+
+def round_seconds(steps: Steps, lengths_at: LengthsAt) -> float:
+    """Return the mean seconds of a round that all slots write."""
+    return fmean(_rounds(steps, lengths_at, steps.num_slots, 1.0)[0])
 
 
 def _rounds(

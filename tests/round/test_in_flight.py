@@ -18,7 +18,7 @@ import pytest
 from ycore.engine import Engine
 from ycore.errors import EngineError
 from ycore.rollout.turns import ABORTED, joined
-from ycore.round.ahead import ControllerAhead
+from ycore.round.ahead import ControllerAhead, RoundsAhead
 from ycore.round.in_flight import InFlight
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
@@ -443,12 +443,23 @@ def test_rounds_are_begun_no_earlier_than_training_needs_them(make: Make) -> Non
     assert max(ages[6 * NEED :]) <= 2
 
 
+def test_rounds_are_begun_ahead_as_far_as_training_waits() -> None:
+    """Fewer after two calm steps, or where groups came too late: a stream that has begun too much delays long ones."""
+    ahead = RoundsAhead(3)
+    waits = {"waits": True, "is_tight": True, "too_old": False}
+    tight = {"waits": False, "is_tight": True, "too_old": False}
+    calm = {"waits": False, "is_tight": False, "too_old": False}
+    steps = [waits, waits, waits, tight, calm, tight, calm, calm, calm, calm, calm, calm]
+    assert [ahead.choose(**step) for step in steps] == [2, 3, 3, 3, 3, 3, 3, 2, 2, 1, 1, 1]
+    assert [ahead.choose(**step) for step in [waits, waits]] == [2, 3]
+    assert ahead.choose(**{**waits, "too_old": True}) == 2
+
+
 def test_fewer_rounds_are_begun_where_groups_came_too_late(make: Make) -> None:
-    """A stream that has begun too much delays its long groups until they are too old."""
     controller = stream(make)
     train(controller, range(4))
     assert isinstance(controller, ControllerAhead)
-    controller._num_ahead = 3
+    controller._ahead.number = 3
     controller._num_dropped = 1.0
     assert controller._enough_ahead(4) == 2
 
@@ -460,7 +471,7 @@ def test_fewer_rounds_are_begun_where_too_few_tokens_count(
     controller = stream(make, min_effective_share=0.8)
     train(controller, range(4))
     assert isinstance(controller, ControllerAhead)
-    controller._num_ahead = 2
+    controller._ahead.number = 2
     controller._rounds.clear()  # so that training waits
     controller.effective_share = share
     assert controller._enough_ahead(4) == ahead

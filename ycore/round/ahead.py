@@ -68,6 +68,36 @@ def controller_of(
     )
 
 
+class RoundsAhead:
+    """How many rounds a stream has begun ahead of the step that trains: `number`, at most `most`.
+
+    A round that is written later is written by a newer version, so no more are begun than keep training from waiting.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.number = 1
+        self._num_calm = 0
+
+    def choose(self, *, waits: bool, is_tight: bool, too_old: bool) -> int:
+        """Set the number at the beginning of a step, and return it.
+
+        Groups that are begun together end together, so one calm step says little: fewer are begun after two.
+
+        Args:
+            waits: the step's round is not written.
+            is_tight: the next step's is not.
+            too_old: groups came too late to be trained on, which are the long ones, or few tokens count when corrected.
+        """
+        self._num_calm = 0 if waits or is_tight else self._num_calm + 1
+        if too_old or self._num_calm > 1:
+            self._num_calm = 0
+            self.number = max(self.number - 1, 1)
+        elif waits:
+            self.number = min(self.number + 1, self.most)
+        return self.number
+
+
 class ControllerAhead(Controller):
     """Writes rounds up to `max_staleness` steps ahead, in a thread. A run has `num_steps` steps of one round each.
 
@@ -90,9 +120,8 @@ class ControllerAhead(Controller):
         super().__init__(**parts)
         self._min_effective_share = min_effective_share
         self._num_steps = num_steps
-        self._max_staleness = max_staleness
         self._streams = self.in_flight is not None and self.in_flight.streams
-        self._num_ahead = 1 if self._streams else max_staleness
+        self._ahead = RoundsAhead(max_staleness)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rounds-ahead")
         self._abandoned = threading.Event()
         self._rounds: dict[int, Future[Committed]] = {}  # begun, by step
@@ -110,11 +139,12 @@ class ControllerAhead(Controller):
         began = time.perf_counter()
         if step not in self._rounds:
             self._begin(step, until=step, num_groups=num_groups)
+        num_ahead = self._ahead.most
         if self._streams:
-            self._num_ahead = self._enough_ahead(step)
+            num_ahead = self._enough_ahead(step)
         else:
             self.rest()
-        self._begin(step, until=step + self._num_ahead, num_groups=num_groups)
+        self._begin(step, until=step + num_ahead, num_groups=num_groups)
         committed = self._written(step)
         self._num_dropped = committed.metrics["ycore/sampling/stale"]
         groups = self.hand_over(committed)
@@ -125,26 +155,18 @@ class ControllerAhead(Controller):
         self._waited_s += waited_s
         if self._streams:
             self.record("ycore/time/waited", waited_s)
-            self.record("ycore/rounds_ahead", self._num_ahead)
+            self.record("ycore/rounds_ahead", num_ahead)
             self.slots.begin_phase(TRAIN)
         return groups
 
     def _enough_ahead(self, step: int) -> int:
-        """Return how many rounds to have begun: more where training waits, fewer where a round waits for it.
-
-        A round that is written later is written by a newer version. Fewer, too, where groups came too late to be trained
-        on, which are the long ones, or where too few tokens count after their correction. All ranks get the same number.
-        """
-        fewer = max(self._num_ahead - 1, 1)
-        if self._num_dropped:  # of all ranks, as the metrics are
-            return fewer
-        bound = self._min_effective_share
-        if bound and self._any_rank(self.effective_share < bound, "off policy"):
-            return fewer
-        if self._any_rank(not self._is_written(step), "waits"):
-            return min(self._num_ahead + 1, self._max_staleness)
-        is_tight = self._any_rank(not self._is_written(step + 1), "tight")
-        return self._num_ahead if is_tight else fewer
+        """Return how many rounds to have begun, the same number on all ranks."""
+        is_off_policy = self.effective_share < self._min_effective_share
+        return self._ahead.choose(
+            waits=self._any_rank(not self._is_written(step), "waits"),
+            is_tight=self._any_rank(not self._is_written(step + 1), "tight"),
+            too_old=self._any_rank(self._num_dropped > 0 or is_off_policy, "too old"),
+        )
 
     def _is_written(self, step: int) -> bool:
         return step in self._rounds and self._rounds[step].done()

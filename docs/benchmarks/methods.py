@@ -64,6 +64,7 @@ METHODS: dict[str, list[str]] = {
     "maxrl": ["grpo", "--advantage", "maxrl"],
     "ppo": ["ppo", "--set", "critic.lr_ratio=2", "--set", "critic.warmup_steps=1"],
     "stale-4": ["grpo", "--max-staleness", "4"],
+    "reuse": ["grpo", "--set", "sampling.reuse=0.25"],
     TRL: [],
 }
 FIGURE = "ycore/eval/pass@1"

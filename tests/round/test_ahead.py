@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         steps: int = STEPS,
         dynamic: bool = False,
         sync_every: int = 1,
+        reuse: float = 0.0,
     ) -> Controller:
         parts = {
             "engines": [engine or Engine()],
@@ -90,7 +92,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 max_prompt_tokens=2,
             ),
             "rules": Rules(
-                group_size=2, seed=1, reward_weights=(1.0,), dynamic=dynamic, in_order=True
+                group_size=2,
+                seed=1,
+                reward_weights=(1.0,),
+                dynamic=dynamic,
+                in_order=True,
+                reuse=reuse,
             ),
             "peers": Peers(),
             "share_weights": lambda version: tmp_path,
@@ -203,9 +210,11 @@ def test_a_checkpoint_has_the_state_before_the_round_ahead_whose_commit_it_waits
     assert take(again, range(2, STEPS)) == whole[2:]
 
 
+@pytest.mark.parametrize("reuse", [0.0, 0.4])
 def test_a_kill_at_any_commit_gives_the_same_rounds_and_versions(
-    make: Make, tmp_path: Path
+    make: Make, tmp_path: Path, reuse: float
 ) -> None:
+    make = partial(make, reuse=reuse)
     whole = take(make("whole", dynamic=True), range(STEPS))
     for last in range(STEPS):
         folder = f"killed-{last}"
@@ -215,6 +224,20 @@ def test_a_kill_at_any_commit_gives_the_same_rounds_and_versions(
         assert take(make(folder, dynamic=True), range(STEPS)) == whole, (
             f"killed after the commit of round {last}"
         )
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_groups_are_used_once_more_by_a_later_step_with_what_wrote_them(
+    make: Make, ahead: bool
+) -> None:
+    """A third of the second round and of each later one; the rest are new draws, in their order."""
+    rounds = take(make(ahead=ahead, reuse=0.4), range(STEPS))
+    first: dict[int, Group] = {}
+    for step, groups in enumerate(rounds):
+        again = [group for group in groups if group.draw.position in first]
+        assert len(groups) == 3 and len(again) == (step > 0)
+        assert all(group == first.pop(group.draw.position) for group in again)
+        first |= {group.draw.position: group for group in groups if group not in again}
 
 
 def test_a_longer_run_later_writes_its_first_round_without_lag(make: Make) -> None:

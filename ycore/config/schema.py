@@ -199,6 +199,8 @@ class SamplingSettings(Strict):
     max_staleness: Annotated[int, Field(ge=0, le=64, strict=True)] = 0
     # `ycore/effective_share` below which a stream begins its rounds later, so that newer weights write them; 0: never.
     min_effective_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    # Share of a round's groups that are taken once more from the last rounds: those whose rewards differed most.
+    reuse: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     # Groups in flight for each that is expected to be needed. Above 1 a round is over as soon as it has enough, and
     # completions that are not whole go on in the next (APRIL, arXiv 2509.18521).
     oversample: Annotated[float, Field(ge=1, le=4)] = 1.0

@@ -104,7 +104,7 @@ class FlowConfig(ScoredConfig):
             raise ConfigError(
                 f"flow.window must be below flow.steps, {flow.steps}, whose last step has no noise; it is {flow.window}"
             )
-        for key in ("curriculum", "max_staleness", "oversample"):
+        for key in ("curriculum", "max_staleness", "oversample", "reuse"):
             if getattr(self.sampling, key) != SamplingSettings.model_fields[key].default:
                 raise ConfigError(f"ycore flow takes no sampling.{key}; leave it out")
         for spec in (*self.rewards, *self.eval_rewards):

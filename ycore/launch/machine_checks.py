@@ -50,6 +50,9 @@ def _check_options(config: RunConfig, site: Site, kind: EngineKind) -> None:
         batch = derive_batch(config, world_size=layout.world, on_cpu=not site.machine.devices)
         if config.sampling.max_staleness:
             _check_ahead(config, batch, kind)
+    if config.sampling.reuse and not kind.has_servers:
+        rule = "with sampling.reuse each token's log-probability is its engine's"
+        raise ConfigError(f"{rule}, and {kind.name} gives none; leave it out, or {_INSTALL}")
     if config.sampling.oversample > 1 and not kind.has_servers:
         rule = f"with --oversample engines give back what they have begun, and {kind.name} does not"
         raise ConfigError(f"{rule}; leave it out, or {_INSTALL}")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any, Self
 
 from ycore.config.schema import RunConfig
@@ -16,12 +16,23 @@ from ycore.run.files import read_json
 from ycore.scoring.group_rewards import (
     Constraints,
     can_teach,
+    compared_rewards,
     min_stds,
     normalizes_each_reward,
 )
-from ycore.types import Draw, Finished, Group, Prompt, finished_from_json, finished_to_json
+from ycore.types import (
+    Draw,
+    Finished,
+    Group,
+    Prompt,
+    finished_from_json,
+    finished_to_json,
+    group_from_json,
+    to_json,
+)
 
 MEMORY = 0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count
+_REUSED_ROUNDS = 4  # whose groups are kept to be trained on again
 LEAST = 0.05  # lower bound of the estimated yield, so that one bad stretch does not start a flood of groups
 
 
@@ -124,6 +135,7 @@ class Rules:
         max_in_flight: groups that this rank's engines can write at once. More stay unclaimed, for a rank that is free.
         oversample: groups in flight for each that is expected to be needed. Above 1 a round is over as soon as it has
             enough, and what is not whole goes on in the next (`rollout.turns`).
+        reuse: share of a round's groups that come from the last rounds (`ReuseBuffer`).
         min_stds_R: standard deviations of rewards below which they do not teach (`group_rewards.min_stds`).
         normalizes_each: see `group_rewards.normalizes_each_reward`.
     """
@@ -142,6 +154,7 @@ class Rules:
     in_order: bool = False
     max_in_flight: int | None = None
     oversample: float = 1.0
+    reuse: float = 0.0
     min_stds_R: tuple[float, ...] | None = None
     normalizes_each: bool = False
 
@@ -197,6 +210,7 @@ def rules_of(
         constraints=Constraints.of(config),
         in_order=config.deterministic,
         oversample=1.0 if evaluates else config.sampling.oversample,
+        reuse=0.0 if evaluates else config.sampling.reuse,
         min_stds_R=min_stds(config.rewards, config.sampling.std_threshold),
         normalizes_each=normalizes_each_reward(config),
         max_in_flight=max_in_flight,
@@ -381,6 +395,44 @@ class LeftoverGroups:
         """Remove all groups, and return those young enough for this version of the policy."""
         waiting, self.waiting = self.waiting, []
         return [item for item in waiting if item.group.first_version >= version - self._max_age]
+
+
+class ReuseBuffer:
+    """The groups of the last rounds, of which those whose rewards differ most are trained on once more.
+
+    All ranks have as many, because a round gives each the same number.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._groups: list[Group] = []  # the newest last
+
+    def num_ready(self, num_groups: int) -> int:
+        """Return how many of a round's groups are to come from here."""
+        return min(int(self._rules.reuse * num_groups), len(self._groups))
+
+    def take(self, number: int) -> list[Group]:
+        """Remove that many groups, the widest rewards first."""
+        self._groups.sort(key=self._deviation)  # of equal ones, the newest last
+        first = len(self._groups) - number
+        taken = self._groups[first:]
+        del self._groups[first:]
+        self._groups.sort(key=lambda group: group.first_version)
+        return taken
+
+    def put(self, groups: Sequence[Group]) -> None:
+        if self._rules.reuse:
+            self._groups = [*self._groups, *groups][-_REUSED_ROUNDS * len(groups) :]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [to_json(group) for group in self._groups]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        self._groups = [group_from_json(group) for group in state]
+
+    def _deviation(self, group: Group) -> float:
+        rewards = compared_rewards(group, self._rules.reward_weights, self._rules.constraints)
+        return pstdev([reward for reward in rewards if reward is not None] or [0.0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from ycore.round.sampling import (
     ExpectedLengths,
     LeftoverGroups,
     Quota,
+    ReuseBuffer,
     Rules,
 )
 from ycore.run.tasks import ending, next_finished, together
@@ -103,6 +104,7 @@ class Controller:
         self.writer = writer or SingleTurnWriter()
         self.in_flight = in_flight
         self.leftover_groups = LeftoverGroups(max_age=max_surplus_age)
+        self.reuse_buffer = ReuseBuffer(rules)
         self.acceptance = AcceptanceRate()
         self.lengths = ExpectedLengths()
         self.meter = RoundMeter(engines, peers, self.leftover_groups, rules.environments)
@@ -149,11 +151,15 @@ class Controller:
         with self.phase(ROUND):
             num_waiting = len(self.leftover_groups)
             leftover = self.leftover_groups.take(version)
-            work = self.fill(need=num_groups, ready=len(leftover), step=step)
+            num_reused = self.reuse_buffer.num_ready(num_groups)
+            num_new = num_groups - num_reused
+            work = self.fill(need=num_new, ready=len(leftover), step=step)
             written = self.run_round(work, step=step)
             self.meter.stale += num_waiting - len(leftover)
-            groups = self.deal([*leftover, *written], num_groups)
-        return self.commit(step, groups)
+            groups = self.deal([*leftover, *written], num_new)
+            reused = self.reuse_buffer.take(num_reused)
+            self.reuse_buffer.put(groups)
+        return self.commit(step, [*groups, *reused])
 
     async def fill(self, *, need: int, ready: int, step: int) -> list[Finished]:
         """Draw prompts until all ranks together have enough groups that can teach (dynamic sampling).

@@ -2,22 +2,19 @@
 
     python docs/benchmarks/stream.py --output runs/stream
 
-The trainer has the first core and both engines the second, on every side. The prompts are the quickstart's sums, whose
+The trainer has one core and the engine the other, but where they share both. The prompts are the quickstart's sums, whose
 sampled answers have 60 tokens in the mean, one in twenty goes on to the limit. A figure is of the steps after the first
 two. The rate is so small that the lengths stay.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-import psutil
 from machine import describe_machine
 from prompts import write_prompts
 
@@ -25,26 +22,13 @@ from ycore.run.metrics import read_metrics
 
 YCORE = [sys.executable, "-c", "from ycore_cli.main import main; main()"]
 SIDES = {
-    "in turns": [],
-    "1 ahead": ["--max-staleness", "1"],
-    "3 ahead": ["--max-staleness", "3"],
-    "oversample": ["--oversample", "2"],
+    "shared": [],
+    "in turns": ["--set", "engine.devices=1"],
+    "1 ahead": ["--set", "engine.devices=1", "--max-staleness", "1"],
+    "3 ahead": ["--set", "engine.devices=1", "--max-staleness", "3"],
+    "oversample": ["--set", "engine.devices=1", "--oversample", "2"],
 }
 _NOT_COUNTED = 2  # steps
-
-
-def keep_apart(launcher: psutil.Process) -> None:
-    """Put every thread of the run's processes on the first core, and those of its engines on the second."""
-    cores = sorted(os.sched_getaffinity(0))
-    for process in launcher.children(recursive=True):
-        try:
-            words = " ".join(process.cmdline())
-            is_engine = "vllm" in words.lower() or "EngineCore" in process.name()
-            core = cores[1] if is_engine else cores[0]
-            for thread in process.threads():
-                os.sched_setaffinity(thread.id, [core])
-        except (psutil.Error, OSError):
-            continue  # it has just ended
 
 
 def run(arguments: argparse.Namespace, side: str, seed: int) -> dict[str, float]:
@@ -59,21 +43,12 @@ def run(arguments: argparse.Namespace, side: str, seed: int) -> dict[str, float]
             "--steps", arguments.steps, "--prompts-per-step", 8, "--group-size", 4, "--seed", seed, "--learning-rate",
             "1e-6", "--set", "max_truncated=1", "--output", folder, "--set", "rewards.0.args.target=60", *SIDES[side],
         ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with folder.with_suffix(".log").open("wb") as log:
-            launcher = psutil.Popen(
-                [*YCORE, *map(str, words)],
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+            ended = subprocess.run(
+                [*YCORE, *map(str, words)], stdout=log, stderr=subprocess.STDOUT, check=False
             )
-            while launcher.poll() is None:
-                keep_apart(launcher)
-                time.sleep(1.0)
-        if launcher.returncode != 0:
-            raise SystemExit(
-                f"{side}, seed {seed}, ended with {launcher.returncode}: {log.name}"
-            )
+        if ended.returncode != 0:
+            raise SystemExit(f"{side}, seed {seed}, ended with {ended.returncode}: {log.name}")
     steps = [row for row in read_metrics(folder / "metrics.jsonl") if "ycore/time/train" in row]
     return figures(steps[_NOT_COUNTED:])
 

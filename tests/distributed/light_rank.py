@@ -58,7 +58,7 @@ def launch() -> None:
 
 def main() -> int:
     folder, rank = RunFolder(Path(sys.argv[1])), this_rank()
-    take_place(folder, rank, cores=None)
+    take_place(folder, rank)
     stop = threading.Event()
     on_stop(stop.set)
     signal.signal(

@@ -13,9 +13,10 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 
-from ycore.config.schema import RewardConfig, RunConfig
+from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.errors import ConfigError
 from ycore.launch import layout
+from ycore.launch.engines import slots_of
 from ycore.launch.layout import (
     ONE_RANK,
     Dtype,
@@ -26,6 +27,7 @@ from ycore.launch.layout import (
     check_deepspeed,
     layout_of,
     on_machine,
+    planned_site,
 )
 from ycore.plan.devices import check_bfloat16
 from ycore.plan.memory import SHARDINGS, Sharding
@@ -107,6 +109,36 @@ def test_every_rank_sees_the_devices_of_the_ranks_and_no_others(tmp_path: Path) 
     text = "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\n"
     assert visible(EIGHT, accelerate=written(tmp_path, text)) == "0,1"
     assert visible(EIGHT, accelerate=written(tmp_path, text + "gpu_ids: 3,4\n")) is None
+
+
+def test_engines_may_have_devices_of_their_own() -> None:
+    apart = {"engine": EngineSettings(devices=6)}
+    site = planned_site(config(**apart), EIGHT)
+    assert site.machine.devices == ("0", "1") and site.layout.world == 2
+    assert site.engine_machine.devices == tuple("234567")
+    assert site.trainer_environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert [slot.devices for slot in slots_of(config(**apart), site)] == [
+        (device,) for device in "234567"
+    ]
+    site = planned_site(config(**apart), CORES)
+    assert site.rank_cores == [[0, 1]]  # one rank has them too
+    assert [slot.cores for slot in slots_of(config(**apart), site)] == [(2, 3, 4), (5, 6, 7)]
+    shared = planned_site(config(), EIGHT)
+    assert shared.apart is None and shared.engine_machine is shared.machine
+
+
+@pytest.mark.parametrize(
+    ("machine", "count", "message"),
+    [
+        (EIGHT, 8, "engine.devices 8 leaves none of the 8 devices here to train on; take 7"),
+        (CORES, 9, "engine.devices 9 leaves none of the 8 cores here to train on; take 7"),
+    ],
+)
+def test_some_devices_are_left_to_train_on(machine: Machine, count: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layout_of(config(engine=EngineSettings(devices=count)), machine)
+    with pytest.raises(ConfigError, match="--processes 4 is more than the 2 devices"):
+        layout_of(config(engine=EngineSettings(devices=6), processes=4), EIGHT)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine import weights
 from ycore.errors import ConfigError
 from ycore.launch.device_memory import facts_here
-from ycore.launch.layout import Machine, Site, layout_of
+from ycore.launch.layout import Machine, planned_site
 from ycore.launch.machine_checks import check_run
-from ycore.run.paths import RunFolder
 
 GIB = 2**30
 H100 = Machine(
@@ -67,6 +66,21 @@ def test_rounds_ahead_need_engines_that_are_awake_while_the_trainer_trains() -> 
         check(CORES, replay="runs/other", **ahead)
 
 
+@pytest.mark.parametrize(
+    ("engine", "sampling", "message"),
+    [
+        ({}, {"reuse": 0.25}, "sampling.reuse reads each token's log-probability"),
+        ({"devices": 1}, {}, "engine.devices keeps engines and trainer apart"),
+    ],
+)
+def test_what_needs_engines_of_their_own(
+    engine: dict[str, Any], sampling: dict[str, Any], message: str
+) -> None:
+    check(CORES, engine=engine, sampling=sampling)
+    with pytest.raises(ConfigError, match=f"{message}.*transformers is none; leave it out"):
+        check(CORES, engine={"kind": "transformers", **engine}, sampling=sampling)
+
+
 def test_completions_of_several_rounds_need_engines_that_give_back_what_they_began() -> None:
     check(CORES, sampling={"oversample": 1.5})
     with pytest.raises(
@@ -101,9 +115,7 @@ def check(
         **more,
     }
     config = RunConfig(engine=EngineSettings(**(engine or {})), **values)
-    check_run(
-        config, Site(RunFolder(Path("o")), layout_of(config, machine), machine), vllm=True
-    )
+    check_run(config, planned_site(config, machine), vllm=True)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +133,8 @@ def check(
         (CORES, {"judge": SMALL, "processes": 2}),
         (SMALL_SHM, {"engine": {"sync": "adapter"}}),  # the base stays where it is
         (H100, {"processes": 1, "engine": {"sync": "ipc", "count": 1}}),
+        (H100, {"model": EIGHT, "sampling": {"max_staleness": 4}, "engine": {"devices": 6}}),
+        (H100, {"judge": EIGHT, "placement": "split:4:2", "engine": {"devices": 6}}),
         (CORES, {"lora": None, "engine": {"sync": "ipc"}}),
         (SMALL_SHM, {"sync_every": 0}),
         (SMALL_SHM, {"algorithm": "eval"}),

@@ -432,3 +432,20 @@ def test_a_policy_learns_with_an_agent_that_writes_its_own_prompts(
         "a step may be without a failed agent"
     )
     assert rows[0]["ycore/turns/sequences"] < 2 and 0 < rows[0]["ycore/turns/ended_failed"] < 64
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_trainer_keeps_to_its_share_of_the_cores(tmp_path: Path, divided: bool) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    write_json_atomic(
+        RunFolder(tmp_path).engines, {"cores": [cores[1:], cores[:1]] if divided else None}
+    )
+    line = (
+        "import os, sys; from pathlib import Path; from ycore.run.paths import RunFolder; "
+        "from ycore.trainer.__main__ import keep_to_cores; "
+        "keep_to_cores(RunFolder(Path(sys.argv[1])), 1); print(sorted(os.sched_getaffinity(0)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", line, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == (cores[:1] if divided else cores)

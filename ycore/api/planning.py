@@ -107,6 +107,8 @@ def run_length(
         no_forecast = f"the speed of {engine} is not known beforehand"
     elif site.layout.num_machines > 1:
         no_forecast = "the speed of the network between machines is not known"
+    elif site.apart is not None:
+        no_forecast = "engines write on devices of their own while training goes on"
     elif (policy := device_memory.facts_here(config.model)) is None:
         no_forecast = f"the sizes of {config.model} are not known here"
     elif (fleet := _fleet(config, site.machine)) is None:

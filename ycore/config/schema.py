@@ -147,6 +147,8 @@ class EngineSettings(Strict):
     kind: Literal["auto", "vllm", "transformers"] = "auto"
     # Number of slots; `auto` is as many as the devices give, and on a CPU one per core, at most two.
     count: Literal["auto"] | Positive = "auto"
+    # GPUs, or cores of a CPU, that engines have to themselves: the last ones, and training has the others.
+    devices: Literal["shared"] | Positive = "shared"
     # Devices, or cores of a CPU, that one engine of the policy spans; `auto`: the fewest that fit, on a CPU 1.
     tensor_parallel: Width = "auto"
     # Longest prompt plus completion, in tokens; None is the model's own context, at most 4096.

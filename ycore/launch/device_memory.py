@@ -154,10 +154,12 @@ def _leaves_room(config: RunConfig, machine: Machine) -> bool:
     """Whether engines have room on the devices, and the host for what leaves them; True of a run without engines."""
     if config.engine.kind == "transformers":
         return True
-    memory = RunMemory(config, planned_site(config, machine), facts_here)
+    site = planned_site(config, machine)
+    memory = RunMemory(config, site, facts_here)
     with suppress(ConfigError):
         models = memory.with_widths(served_models(config))
-        memory.share(models, num_slots=len(machine.devices) // slot_width(models))
+        num_devices = len(site.engine_machine.devices)
+        memory.share(models, num_slots=num_devices // slot_width(models))
         return True
     return False
 
@@ -228,9 +230,10 @@ class RunMemory:
         self.options: list[SharingOption] = [(False, "none")]
         self._trainer = NO_TRAINER
         policy = known(config.model)
-        if site.trains and policy is None:
+        beside_training = site.trains and site.apart is None
+        if beside_training and policy is None:
             self.options += [(True, "none"), (True, "optimizer")]
-        elif site.trains and policy is not None:
+        elif beside_training and policy is not None:
             self._trainer, self.options = _training_memory(config, site.layout, policy, known)
         self.options = _allowed_options(self.options, config)
 
@@ -239,7 +242,7 @@ class RunMemory:
 
         ConfigError where a declared width does not work on this machine.
         """
-        machine = self._site.machine
+        machine = self._site.engine_machine
         placed = [self._with_width(model, models) for model in models]
         slot = slot_width(placed)
         for model in placed:
@@ -253,7 +256,7 @@ class RunMemory:
 
     def _with_width(self, model: ServedModel, models: Sequence[ServedModel]) -> ServedModel:
         facts = self._known(model.name)
-        machine = self._site.machine
+        machine = self._site.engine_machine
         max_width = self._max_width()
         must_divide = bool(machine.devices) and self._config.engine.count == "auto"
         widths = [
@@ -281,7 +284,7 @@ class RunMemory:
         return replace(model, width=wanted)
 
     def _max_width(self) -> int:
-        machine = self._site.machine
+        machine = self._site.engine_machine
         count = self._config.engine.count
         if machine.is_sliced:
             return 1
@@ -294,7 +297,7 @@ class RunMemory:
 
         True where sizes are not known.
         """
-        machine = self._site.machine
+        machine = self._site.engine_machine
         engine = self._config.engine
         if facts is None or machine.device_bytes is None:
             return True
@@ -317,7 +320,7 @@ class RunMemory:
 
     def share(self, models: Sequence[ServedModel], *, num_slots: int) -> DeviceSharing:
         """Decide who sleeps, what leaves the device, and each engine's share; ConfigError where one does not fit."""
-        machine = self._site.machine
+        machine = self._site.engine_machine
         utilization = self._config.engine.gpu_memory_utilization
         share = None if utilization == "auto" else utilization
         device_bytes = machine.device_bytes
@@ -345,7 +348,7 @@ class RunMemory:
 
     def _check_host(self, sharing: DeviceSharing) -> None:
         """Check that the host has room for what leaves the devices, and for the weights of a sync by files."""
-        machine = self._site.machine
+        machine = self._site.engine_machine
         ranks = self._site.layout.local
         resting = self._trainer.resting
         away = ranks * (resting["none"] - resting[sharing.offload])

@@ -289,7 +289,7 @@ def slots_of(config: RunConfig, site: Site, width: int = 1) -> list[Slot]:
 
     By default all devices are in one; of a CPU there are two, or as many as there are ranks, where it has the cores.
     """
-    machine = site.machine
+    machine = site.engine_machine
     parts, kind = machine.parts
     max_count = len(parts) // width
     wanted = config.engine.count

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -172,6 +172,23 @@ class Machine:
         """Whether the devices are slices of MIG, of which a process sees one alone."""
         return any(device.startswith("MIG-") for device in self.devices)
 
+    def divide(self, num_engine_devices: int) -> "tuple[Machine, Machine]":
+        """Return what training has, and what engines have: the last devices, or cores.
+
+        ConfigError where nothing is left to train on.
+        """
+        parts, kind = self.parts
+        if num_engine_devices >= len(parts):
+            raise ConfigError(
+                f"engine.devices {num_engine_devices} leaves none of the {len(parts)} {kind} here to train on; take "
+                f"{len(parts) - 1} or fewer, or leave it out"
+            )
+        first = len(parts) - num_engine_devices
+        if self.devices:
+            rest, apart = self.devices[:first], self.devices[first:]
+            return replace(self, devices=rest), replace(self, devices=apart)
+        return replace(self, cores=self.cores[:first]), replace(self, cores=self.cores[first:])
+
     def split_cores(self, count: int) -> list[tuple[int, ...]]:
         return split_evenly(self.cores, count)
 
@@ -221,11 +238,18 @@ class Site:
     layout: Layout
     machine: Machine
     trains: bool = True
+    apart: Machine | None = None  # what engines have alone; `machine` is then the rest
+
+    @property
+    def engine_machine(self) -> Machine:
+        """The devices or cores of engines."""
+        return self.apart or self.machine
 
     @property
     def rank_cores(self) -> list[list[int]] | None:
         """On a CPU each rank's share of the cores; None where ranks need not be kept apart."""
-        if self.machine.devices or self.layout.accelerate is None:
+        is_alone = self.layout.accelerate is None and self.apart is None
+        if self.machine.devices or is_alone:
             return None
         return [list(cores) for cores in self.machine.split_cores(self.layout.local)]
 
@@ -257,7 +281,7 @@ def on_machine(config: _Config, machine: Machine | None = None) -> _Config:
     A file for accelerate has its own number of processes.
     """
     changes: dict[str, Any] = {}
-    machine = machine or this_machine()
+    machine, _ = parts_of(config, machine or this_machine())
     if config.dtype == "auto":
         changes["dtype"] = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
     if config.processes == "auto" and (
@@ -285,17 +309,27 @@ def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
     machine = this_machine()
     check_bfloat16(config.dtype, machine.without_bfloat16)
     layout = layout_of(config, machine) if trains else ONE_RANK
+    machine, apart = parts_of(config, machine)
     check_deepspeed(config, layout)
     home = Path(config.output)
     folder = RunFolder(
         home if layout.machine_rank == 0 else home / f"node-{layout.machine_rank}"
     )
-    return Site(folder, layout, machine, trains)
+    return Site(folder, layout, machine, trains, apart)
 
 
 def planned_site(config: RunConfig, machine: Machine) -> Site:
     """Return the site of a run that is only planned there."""
-    return Site(RunFolder(Path(config.output)), layout_of(config, machine), machine)
+    layout = layout_of(config, machine)
+    rest, apart = parts_of(config, machine)
+    return Site(RunFolder(Path(config.output)), layout, rest, apart=apart)
+
+
+def parts_of(config: BaseConfig, machine: Machine) -> tuple[Machine, Machine | None]:
+    """Return what training has of a machine, and what engines have alone; None where they share all of it."""
+    if not isinstance(config, RunConfig) or config.engine.devices == "shared":
+        return machine, None
+    return machine.divide(config.engine.devices)
 
 
 def check_ranks_fit(config: BaseConfig, layout: Layout, machine: Machine) -> None:
@@ -377,7 +411,7 @@ def layout_of(config: BaseConfig, machine: Machine) -> Layout:
             name, processes=world, on_cpu=not machine.devices, dtype=dtype
         )
         layout = Layout(world, num_machines, place.get("machine_rank", 0), settings | place)
-    check_ranks_fit(config, layout, machine)
+    check_ranks_fit(config, layout, parts_of(config, machine)[0])
     return layout
 
 

@@ -50,9 +50,13 @@ def _check_options(config: RunConfig, site: Site, kind: EngineKind) -> None:
         batch = derive_batch(config, world_size=layout.world, on_cpu=not site.machine.devices)
         if config.sampling.max_staleness:
             _check_ahead(config, batch, kind)
-    if config.sampling.reuse and not kind.has_servers:
-        rule = "with sampling.reuse each token's log-probability is its engine's"
-        raise ConfigError(f"{rule}, and {kind.name} gives none; leave it out, or {_INSTALL}")
+    needs_servers = {
+        "sampling.reuse reads each token's log-probability from its engine": config.sampling.reuse,
+        "engine.devices keeps engines and trainer apart": config.engine.devices != "shared",
+    }
+    for rule, is_asked in needs_servers.items():
+        if is_asked and not kind.has_servers:
+            raise ConfigError(f"{rule}, and {kind.name} is none; leave it out, or {_INSTALL}")
     if config.sampling.oversample > 1 and not kind.has_servers:
         rule = f"with --oversample engines give back what they have begun, and {kind.name} does not"
         raise ConfigError(f"{rule}; leave it out, or {_INSTALL}")
@@ -69,8 +73,8 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
     sleeps = sharing is not None and sharing.sleeps
     if config.sampling.max_staleness and sleeps:
         raise ConfigError(
-            f"{_AHEAD}, and here engines and trainer take turns on a device; leave --max-staleness out, or say "
-            "--set engine.sleep=false where both fit"
+            f"{_AHEAD}, and here engines and trainer take turns on a device; leave --max-staleness out, or give "
+            "engines some devices alone (--set engine.devices=N), or say --set engine.sleep=false where both fit"
         )
     sync = config.engine.sync
     on_cpu = not site.machine.devices

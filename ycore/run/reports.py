@@ -85,8 +85,8 @@ def forget_reports(folder: RunFolder) -> None:
         report.unlink()
 
 
-def take_place(folder: RunFolder, rank: Rank, *, cores: list[int] | None) -> None:
-    """Make this process the rank: with the rank's log for its output, its process id in its report, on its cores."""
+def take_place(folder: RunFolder, rank: Rank) -> None:
+    """Make this process the rank: with the rank's log for its output, and its process id in its report."""
     log = os.open(
         folder.log(f"trainer-{rank.number}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
     )
@@ -96,9 +96,6 @@ def take_place(folder: RunFolder, rank: Rank, *, cores: list[int] | None) -> Non
     os.close(log)
     # From torchrun, which sends it when another rank has failed; it must not look as if this one had just vanished.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if cores and sys.platform == "linux":
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), cores)
     write_json_atomic(report_file(folder, rank.local), asdict(Report(rank.number, os.getpid())))
 
 

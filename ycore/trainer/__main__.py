@@ -68,15 +68,24 @@ def main() -> int:
     is_ranks = (
         os.environ.keys() >= OF_RANKS
     )  # torchrun started this process, be it the only one
-    return (
-        _train_as_rank(folder, this_rank()) if is_ranks else _train(folder, lambda error: None)
-    )
+    if is_ranks:
+        return _train_as_rank(folder, this_rank())
+    keep_to_cores(folder, 0)
+    return _train(folder, lambda error: None)
+
+
+def keep_to_cores(folder: RunFolder, local_rank: int) -> None:
+    """Keep this process on its share of the cores, where the launcher has divided them."""
+    cores = read_json(folder.engines).get("cores")
+    if cores and sys.platform == "linux":
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores[local_rank])
 
 
 def _train_as_rank(folder: RunFolder, rank: Rank) -> int:
     """Report the end to ycore's launcher. torchrun sees only failures, for which it ends the other ranks."""
-    cores = read_json(folder.engines).get("cores")
-    take_place(folder, rank, cores=cores[rank.local] if cores else None)
+    keep_to_cores(folder, rank.local)
+    take_place(folder, rank)
     reported: list[BaseException] = []
 
     def report(error: BaseException) -> None:

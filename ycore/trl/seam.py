@@ -57,7 +57,7 @@ class RoundSource(Protocol):
     constraint_weights: list[float] | None
     """The cost of breaking each constraint in the last round; None without constraints."""
     effective_share: float
-    """Of the last micro-batch: see `importance.effective_share`."""
+    """The last micro-batch's, see `importance.effective_share`."""
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """Sync the engines to the policy of this step, then return that many scored groups of this rank."""

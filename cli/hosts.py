@@ -154,13 +154,14 @@ def _follow(hosts: Sequence[Host], stops: StopRequests) -> int:
         reader.join()
     for host in hosts:
         if host.ssh.returncode == _NO_CONNECTION:
-            stops_by_itself = f"it stops by itself after {_SILENT_S:.0f} s"
             print(
-                f"error: no connection to host {host.name} any more; {stops_by_itself}",
+                f"error: no connection to host {host.name} any more; it stops by itself after {_SILENT_S:.0f} s",
                 file=sys.stderr,
             )
-    failed = [code if code in (2, Interrupted.exit_code) else 1 for code in codes if code]
-    return 2 if 2 in failed else next(iter(failed), 0)
+    ends = {host.ssh.returncode for host in hosts}
+    if 2 in ends:
+        return 2
+    return max(ends) if ends <= {0, Interrupted.exit_code} else 1
 
 
 def join() -> None:

@@ -18,6 +18,8 @@ case $host in
     gone) echo "ssh: connect to host gone port 22: Connection refused" >&2; exit 255;;
     bare) command="${command/cd /cd /nowhere}";;
     old) export OLD=1;;
+    stopped) command="($command); exit 130";;
+    failing) command="($command); exit 1";;
 esac
 exec sh -c "$command"
 """
@@ -47,6 +49,13 @@ def test_an_error_that_two_hosts_share_is_said_with_one_status(
     assert run_on_hosts(["a", "b"], ["docs", "zzz"]) == 2
     out, err = capfd.readouterr()
     assert out == "" and "error: no page has 'zzz'" in err
+
+
+def test_a_failure_is_told_from_the_stop_that_it_causes() -> None:
+    """The first host, which is stopped because another has failed, made the whole command an interrupted one."""
+    assert run_on_hosts(["stopped", "a"], ["--version"]) == 130
+    assert run_on_hosts(["stopped", "failing"], ["--version"]) == 1
+    assert run_on_hosts(["stopped", "a"], ["docs", "zzz"]) == 2
 
 
 def test_each_host_that_cannot_run_is_a_line(

@@ -400,6 +400,18 @@ def test_a_save_that_fails_after_ctrl_c_fails_the_run(
     assert_nothing_is_left(config)
 
 
+def test_ctrl_c_while_a_run_is_summed_up_makes_no_other_end_of_it(
+    worker: Callable[..., RunKind], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "draw_curve", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    other = config.model_copy(update={"output": f"{config.output}-2"})
+    assert run(worker(""), config)[0]["stop_asked"]
+    assert read_json(RunFolder(Path(config.output)).summary)["status"] == "finished"
+    with pytest.raises(TrainerError, match="the loss is nan"):
+        run(worker("sys.exit('failed: the loss is nan')"), other)
+    assert read_json(RunFolder(Path(other.output)).summary)["status"] == "failed"
+
+
 IS_STOPPED = """
     import signal
     (root / "step_began").touch()

@@ -153,6 +153,17 @@ def test_a_command_that_is_killed_is_missed_at_once(three: Meeting) -> None:
             three.machines[rank].check()
 
 
+def test_a_machine_that_has_finished_was_not_killed(three: Meeting) -> None:
+    """Its connections close as those of a killed command do, perhaps before another has read that all have trained."""
+    heard = threading.Event()
+    for rank in (0, 1):
+        three.machines[rank].on_end = heard.set
+    three.leave(2)
+    three.left[2].result(timeout=30)
+    assert not heard.wait(1)
+    three.machines[0].check()
+
+
 def test_silence_is_the_end_and_slowness_is_not(
     pool: ThreadPoolExecutor, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

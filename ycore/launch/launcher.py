@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -87,21 +87,23 @@ def run_worker(
         else:
             progress = open_progress(None, unit="prompts", look=activity.look)
         run = LocalRun(kind, config, site, progress, began)
-        try:
-            with StopRequests() as stops, guarded(site.folder, folder_claim):
-                run.work(stops, machines)
-            summary = run.sum_up("finished")
-            return summary | {"stop_asked": True} if stops.count else summary
-        except (YcoreError, KeyboardInterrupt) as error:
-            run.end(error)
-            raise
-        except Exception as error:  # noqa: BLE001 -- a defect ends in one line too
-            known = run.known_error(error)
-            run.end(known)
-            raise known from None
-        finally:
-            progress.close()
-            folder_claim.release()
+        # Ctrl-C makes no other end of one that has come, while it is summed up.
+        with StopRequests() as stops:
+            try:
+                with guarded(site.folder, folder_claim):
+                    run.work(stops, machines)
+                summary = run.sum_up("finished")
+                return summary | {"stop_asked": True} if stops.count else summary
+            except (YcoreError, KeyboardInterrupt) as error:
+                run.end(error)
+                raise
+            except Exception as error:  # noqa: BLE001 -- a defect ends in one line too
+                known = run.known_error(error)
+                run.end(known)
+                raise known from None
+            finally:
+                progress.close()
+                folder_claim.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +175,8 @@ class LocalRun:
         if isinstance(error, OSError):
             return as_run_error(error)
         log = self.site.folder.log("launcher")
-        lines = traceback.format_exception(error)
         with suppress(OSError), log.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
+            file.writelines(traceback.format_exception(error))
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         return RunError(f"the launcher failed, which it never should: {message} (see {log})")
 
@@ -186,14 +187,13 @@ class LocalRun:
         summary = self.site.folder.summary
         try:
             self.sum_up(status, error=error)
-        except Exception as problem:  # noqa: BLE001 -- whatever it is, the summary is tried once more
-            reason = problem.strerror if isinstance(problem, OSError) else problem
+        except Exception:  # noqa: BLE001 -- whatever it is, the summary is tried once more
             wall_s = round(time.monotonic() - self.began, 1)
             content = {"status": status, "wall_s": wall_s, "error": redact(str(error))}
             try:
                 write_json_atomic(summary, content)
-            except OSError:
-                self.progress.say(f"{summary} could not be written: {reason}")
+            except OSError as problem:
+                self.progress.say(f"{summary} could not be written: {problem.strerror}")
         if not was_stopped:
             self.alert()
 
@@ -212,7 +212,9 @@ class LocalRun:
         summary = summarise(metrics, status, wall_s, measure=measure, error=message)
         if not has_steps:
             summary = {
-                key: summary[key] for key in ("status", "wall_s", "error") if key in summary
+                key: value
+                for key, value in summary.items()
+                if key in ("status", "wall_s", "error")
             }
         if status == "finished" and self.kind.result_file is not None:
             summary |= read_json(folder.root / self.kind.result_file)
@@ -228,9 +230,13 @@ class LocalRun:
         """Let the run's trackers say why it failed, from a process of their own: they need what a launcher does not."""
         if not self.config.has_trackers or self.site.layout.machine_rank:
             return
-        words = [sys.executable, "-m", "ycore.view.trackers", str(self.site.folder.root)]
         try:
-            subprocess.run(words, timeout=_ALERT_WITHIN_S, stdin=subprocess.DEVNULL, check=True)
+            subprocess.run(
+                [sys.executable, "-m", "ycore.view.trackers", str(self.site.folder.root)],
+                timeout=_ALERT_WITHIN_S,
+                stdin=subprocess.DEVNULL,
+                check=True,
+            )
         except (OSError, subprocess.SubprocessError) as problem:
             self.progress.say(f"trackers got no alert: {problem}")
 
@@ -239,13 +245,10 @@ def limits_of(config: BaseConfig) -> TrainerLimits:
     """Return the time limits of a run's trainer and the number of its restarts."""
     if not isinstance(config, ScoredConfig):
         return TrainerLimits()
-    if not isinstance(config, RunConfig):
-        return TrainerLimits(step_s=config.step_timeout_s, restarts=config.restarts)
-    return TrainerLimits(
-        start_s=config.engine.start_timeout_s,
-        step_s=config.step_timeout_s,
-        restarts=config.restarts,
-    )
+    limits = TrainerLimits(step_s=config.step_timeout_s, restarts=config.restarts)
+    if isinstance(config, RunConfig):
+        limits = replace(limits, start_s=config.engine.start_timeout_s)
+    return limits
 
 
 Metrics = list[dict[str, Any]]

@@ -105,10 +105,10 @@ class Machines:
         """How often another machine was asked to stop: once, or a second time, which means at once."""
         if self._of_others("stop 2"):
             return 2
-        has_stopped = any(
-            code == Interrupted.exit_code for code, _ in self._of_others("end").values()
-        )
-        return int(has_stopped or bool(self._of_others("stop 1")))
+        if self._of_others("stop 1"):
+            return 1
+        ends = self._of_others("end").values()
+        return int(any(code == Interrupted.exit_code for code, _ in ends))
 
     @property
     def has_ended(self) -> bool:
@@ -121,8 +121,11 @@ class Machines:
 
     def _of_others(self, kind: str) -> dict[int, Any]:
         with self._lock:
-            said = self._said[kind].items()
-            return {machine: value for machine, value in said if machine != self.rank}
+            return {
+                machine: value
+                for machine, value in self._said[kind].items()
+                if machine != self.rank
+            }
 
     def _take(self, sender: int, kind: str, value: Any, link: socket.socket | None) -> None:
         """Remember a message, and pass it on to all but the link that it came by; of several, the first counts."""
@@ -155,7 +158,8 @@ class Machines:
             TypeError,
         ):  # a stranger's, where it has not said who it is
             pass
-        if machine is not None and not self._closed.is_set():
+        is_done = self._closed.is_set() or machine in self._said.get("done", ())
+        if machine is not None and not is_done:
             self._take(machine, "end", [1, reason], link)
 
     def _admit(self, link: socket.socket, sender: int, secret: Any) -> int:
@@ -314,6 +318,7 @@ def meeting(
     try:
         machines.meet(facts)
         yield machines
+        machines.tell("done")
     except BaseException as error:
         exit_code = getattr(error, "exit_code", 1)
         if isinstance(error, KeyboardInterrupt):

@@ -98,12 +98,13 @@ class Supervisor:
                 # A first Ctrl-C comes too late now.
                 self.machines.gather("trained", look=partial(self._look, max_stops=1))
                 return
-            except TrainerError as error:
-                if self._num_stops or self._num_restarts >= self.limits.restarts:
-                    raise TrainerError(f"{error}{self._hint}") from None
-                self._restart(error)
             except RunError as error:
-                raise type(error)(f"{error}{self._hint}") from None
+                has_spent = self._num_stops or self._num_restarts >= self.limits.restarts
+                if not isinstance(error, TrainerError) or has_spent:
+                    # Ranks take SIGTERM for a request to save, and other machines wait for them.
+                    self._trainer.send(signal.SIGKILL)
+                    raise type(error)(f"{error}{self._hint}") from None
+                self._restart(error)
 
     def _start_trainer(self) -> ManagedProcess | RankedTrainer:
         self.folder.step_began.unlink(missing_ok=True)
@@ -243,11 +244,10 @@ class Supervisor:
         error = f"{self._trainer.name} ended with {self._trainer.how_it_ended()}"
         if line := self._trainer.last_line():
             error += f": {line}"
-        error += f" (see {self._trainer.log})"
+        place = f"in step {self._step + 1}"
         if self.stops.count:
-            error += f", while stopping after step {self._step}"
-        else:
-            error += f", in step {self._step + 1}"
+            place = f"while stopping after step {self._step}"
+        error += f" (see {self._trainer.log}), {place}"
         if _DEADLINE_MISSED.search(error):
             error += f" (the stack of every process is in {self._write_stacks(error)})"
         self._fail(error, is_cause=self._trainer.is_cause)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -183,11 +184,19 @@ def test_one_command_runs_on_both_hosts(terminal: Terminal) -> None:
 
 
 @pytest.mark.verify
-def test_a_real_run(terminal: Terminal) -> None:
-    terminal.open_doors(ranks=None)
+@pytest.mark.parametrize("engine", ["scripted", "vllm"])
+def test_a_real_run(terminal: Terminal, engine: str) -> None:
+    if engine == "vllm" and find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    terminal.open_doors(ranks=None, **{} if engine == "scripted" else {"site": ""})
+    began = time.monotonic()
     command = terminal.start("--steps 3")
     assert command.wait(HANG_S) == 0, terminal.said()
-    assert [row["step"] for row in read_metrics(terminal.folder.metrics)] == [1, 2, 3]
+    steps = read_metrics(terminal.folder.metrics)
+    seconds = [row["ycore/time/step"] for row in steps]
+    print(f"{engine}: {time.monotonic() - began:.0f} s, of which steps {seconds}")
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    terminal.assert_nothing_is_left(terminal.hosts, time.monotonic())
 
 
 def test_every_host_that_cannot_run_is_named_and_nothing_starts(terminal: Terminal) -> None:

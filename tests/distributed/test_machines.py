@@ -22,6 +22,7 @@ from tests.distributed.network import Host, network
 from tests.harness import ENVIRONMENT, HANG_S, command_line
 from tests.tiny_model import write_tiny_model
 from ycore.launch.guardian import remove_leftovers
+from ycore.launch.launcher import TRAINER
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 
@@ -70,6 +71,16 @@ class Machines:
             cwd = self.place if folders is None else folders[number]
             self.nodes.append(host.start(command, cwd=cwd, log=log, environment=environment))
 
+    def go_on(self, **given: Any) -> None:
+        """Start it again, on the network as it was at first."""
+        for node in self.nodes:
+            node.kill()
+        self.nodes = []
+        for host in self.hosts:
+            host.join()
+        given["more"] += " --resume"
+        self.start(**given)
+
     def said(self, number: int) -> str:
         return (self.place / f"{self.hosts[number].name}.log").read_text()
 
@@ -94,7 +105,8 @@ class Machines:
         """The process of a machine's rank."""
         for pid in self.hosts[number].pids():
             process = psutil.Process(pid)
-            if process.environ().get("RANK") == str(number) and MODULE in process.cmdline():
+            is_trainer = {MODULE, TRAINER.module}.intersection(process.cmdline())
+            if process.environ().get("RANK") == str(number) and is_trainer:
                 return process
         raise AssertionError("it has no rank")
 
@@ -160,6 +172,10 @@ def cut_network(machines: Machines, victim: int) -> None:
     machines.hosts[victim].cut()
 
 
+def freeze_command(machines: Machines, victim: int) -> None:
+    machines.nodes[victim].send_signal(signal.SIGSTOP)
+
+
 def cut_power(machines: Machines, victim: int) -> None:
     """No packet of its end leaves it."""
     machines.hosts[victim].cut()
@@ -173,6 +189,7 @@ FAULTS: dict[Callable[[Machines, int], None], tuple[int, str]] = {
     fail_in_rank: (1, FAILS_WITH),
     interrupt: (130, "stopped"),
     cut_network: (1, "silent for"),
+    freeze_command: (1, "silent for"),
     cut_power: (1, "silent for"),
 }
 """Faults, with the exit status of the machines that learn of it and the reason that they name."""
@@ -205,6 +222,7 @@ def one_fault(machines: Machines, fault: Any, victim: int) -> float:
             )
             # Of a cut in a line of several machines each end is right.
             assert name in line or fault in (cut_network, cut_power), line
+    machines.nodes[victim].send_signal(signal.SIGCONT)  # where it was frozen
     if fault not in (kill_command, cut_power):
         machines.wait([victim], ENDED_WITHIN_S)
         assert machines.nodes[victim].returncode == exit_code, machines.said(victim)
@@ -237,6 +255,30 @@ def test_faults_at_random_moments(make: Make) -> None:
         seconds.setdefault(fault.__name__, []).append(one_fault(machines, fault, victim))
         print(number, fault.__name__, len(machines.hosts), victim, seconds[fault.__name__][-1])
     print({name: (len(times), max(times)) for name, times in seconds.items()})
+
+
+@pytest.mark.verify
+def test_a_run_that_a_fault_has_ended_goes_on_as_if_it_had_not(make: Make) -> None:
+    """A real trainer; the model is the same to the bit as that of a run without a fault."""
+    more = "--deterministic --set checkpoint_every=2"
+    whole = make(2)
+    whole.start(steps=20, ranks=None, more=more)
+    assert whole.wait() == [0, 0], [whole.said(n) for n in range(2)]
+    for number, fault in enumerate(fault for fault in FAULTS if fault is not fail_in_rank):
+        machines = make(2)
+        machines.start(steps=20, ranks=None, more=more)
+        machines.wait_for_steps(2 + number)
+        seconds = one_fault(machines, fault, victim=number % 2)
+        reached = len(read_metrics(machines.folder.metrics))
+        print(f"{fault.__name__} of machine {number % 2}: {seconds:.1f} s, step {reached}")
+        machines.go_on(steps=20, ranks=None, more=more)
+        assert machines.wait() == [0, 0], [machines.said(n) for n in range(2)]
+        steps = [row["step"] for row in read_metrics(machines.folder.metrics)]
+        assert steps == list(range(1, 21))
+        weights = "adapter_model.safetensors"
+        assert (machines.folder.model / weights).read_bytes() == (
+            whole.folder.model / weights
+        ).read_bytes()
 
 
 def test_a_restart_is_one_of_all_machines(make: Make) -> None:

@@ -119,7 +119,6 @@ class LocalRun:
     def work(self, stops: StopRequests, machines: Machines) -> None:
         """Fetch the models, start engines and trainer, and return when the trainer has finished."""
         machines.on_end = stops.wake
-        machines.say = self.progress.say
         with stops.at_once():
             try:
                 engines = self.start_engines()

@@ -81,11 +81,7 @@ class Machines:
         """Raise RunError where another machine has failed, or is gone."""
         for machine, (exit_code, reason) in self._of_others("end").items():
             if exit_code != Interrupted.exit_code:
-                error = RunError(f"{self.name(machine)}: {reason}")
-                self.say(
-                    f"{error}; this machine ends too"
-                )  # at once: to clear up takes seconds
-                raise error
+                raise RunError(f"{self.name(machine)}: {reason}")
 
     def _check_meeting(self) -> None:
         """Raise RunError where another machine has failed, Interrupted where it was stopped: they cannot meet."""

@@ -103,6 +103,8 @@ class Supervisor:
                 if not isinstance(error, TrainerError) or has_spent:
                     # Ranks take SIGTERM for a request to save, and other machines wait for them.
                     self._trainer.send(signal.SIGKILL)
+                    if self.machines.count > 1:  # to clear up takes seconds
+                        self.progress.say(f"{error}; this machine ends")
                     raise type(error)(f"{error}{self._hint}") from None
                 self._restart(error)
 

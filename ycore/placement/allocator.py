@@ -335,7 +335,8 @@ class Allocator:
         serves_all = self.mode == "shared"
         fewest = self._depth(role) - 1
         open_slots: list[tuple[int, int, bool, int]] = []
-        for slot, clock in enumerate(self._clocks):  # by far the most frequent work of an allocator
+        # By far the most frequent work of an allocator.
+        for slot, clock in enumerate(self._clocks):
             number = clock.in_flight[role]
             is_awake = serves_all or self._awake[slot] == role
             if number <= fewest and is_awake and clock.swap_began is None:

@@ -78,10 +78,18 @@ _OWNED: Mapping[str, str] = {
         ("host", "port", "uds", "api_key", "root_path", "ssl_keyfile", "ssl_certfile"), _SOCKET
     ),
     **dict.fromkeys(
-        ("served_model_name", "runner", "convert", "logprobs_mode", "worker_extension_cls"),
+        (
+            "served_model_name",
+            "runner",
+            "convert",
+            "logprobs_mode",
+            "worker_extension_cls",
+            "worker_cls",
+            "generation_config",
+            "override_generation_config",
+        ),
         _ROLE,
     ),
-    **dict.fromkeys(("worker_cls", "generation_config", "override_generation_config"), _ROLE),
     **dict.fromkeys(("quantization", "quantization_config", "load_format"), _WEIGHTS),
     **dict.fromkeys(
         ("data_parallel_size", "pipeline_parallel_size", "device_ids"), _ONE_ENGINE
@@ -159,7 +167,6 @@ def engine_command(engine: EngineSpec) -> list[str]:
         options |= {
             "--max-lora-rank": engine_rank(engine.lora_rank),
             "--max-loras": 1,
-            "--max-cpu-loras": 1,
         }
         flags.append("--enable-lora")
     if engine.on_cpu:

@@ -40,17 +40,13 @@ def inspect_folder(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
             f"the model folder {folder} has no config.json; give a folder that model.save_pretrained(...) wrote"
         )
     config = read_settings(folder / "config.json")
-    tokenizer_config = read_settings(folder / "tokenizer_config.json")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
             f"the model folder {folder} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}); "
             "save one into it with tokenizer.save_pretrained(...)"
         )
-    for name, settings in (
-        ("config.json", config),
-        ("tokenizer_config.json", tokenizer_config),
-    ):
-        refuse_remote_code(str(folder / name), settings, trust_remote_code)
+    for path in (folder / "config.json", folder / "tokenizer_config.json"):
+        refuse_remote_code(str(path), read_settings(path), trust_remote_code)
     _check_weights(folder)
     return config
 
@@ -125,16 +121,17 @@ def _check_weights(folder: Path) -> None:
                         "is a Git LFS pointer, not weights; run `git lfs pull` in its folder"
                     )
             raise ModelError(f"{path} {reason}") from None
+    if weights:
+        return
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles and not weights:
+    if pickles:
         raise ModelError(
             f"the model folder {folder} has its weights in pickle files only ({pickles[0]}), which can run code when "
             "loaded; convert them: load the model with transformers where you trust it and save_pretrained(...) it"
         )
-    if not weights:
-        raise ModelError(
-            f"the model folder {folder} has no weights (*.safetensors); download or save the model again"
-        )
+    raise ModelError(
+        f"the model folder {folder} has no weights (*.safetensors); download or save the model again"
+    )
 
 
 # -- its chat template -------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ _KNOWN_IDS = {
 }
 """Hub ids of these models and their base models, by the whole id or its last part in lower case."""
 
+_SIZES = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Model types with weights that their config.json does not mention.
 _BIASED = ("qwen2", "qwen2_moe")  # biases on queries, keys and values
@@ -152,12 +153,14 @@ def facts_of(config: Mapping[str, Any], *, name: str) -> ModelFacts:
 def _read_facts(config: Mapping[str, Any], name: str) -> ModelFacts:
     nested = config.get("text_config")
     text: Mapping[str, Any] = {**config, **nested} if isinstance(nested, Mapping) else config
-    heads = _size(text, "num_attention_heads", name)
-    hidden = _size(text, "hidden_size", name)
-    layers = _size(text, "num_hidden_layers", name)
+    sizes = [int(text[key]) for key in _SIZES]
+    if min(sizes) < 1:
+        raise ValueError(f"{', '.join(_SIZES)}: {sizes}")
+    heads, hidden, layers, vocab = sizes
     experts = next((int(text[key]) for key in _EXPERTS if text.get(key)), 1)
-    inner = text.get("moe_intermediate_size") if experts > 1 else None
-    inner = int(inner or _size(text, "intermediate_size", name))
+    inner = int(
+        (experts > 1 and text.get("moe_intermediate_size")) or text["intermediate_size"]
+    )
     kind = str(text.get("model_type", ""))
     head_dim = int(text.get("head_dim") or hidden // heads)
     if text.get("kv_lora_rank"):
@@ -174,7 +177,7 @@ def _read_facts(config: Mapping[str, Any], name: str) -> ModelFacts:
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=inner,
-        vocab_size=_size(text, "vocab_size", name),
+        vocab_size=vocab,
         tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         attention_params=attention,
         kv_values=cached,
@@ -215,14 +218,6 @@ def _attention(text: Any, kind: str, heads: int, head_dim: int) -> tuple[int, in
     return linear + num_full * (full - linear) // layers, 2 * num_full * keys
 
 
-def _size(config: Mapping[str, Any], key: str, name: str) -> int:
-    value = config.get(key)
-    if isinstance(value, int) and value >= 1:
-        return value
-    problem = f"the plan needs {key} of {name}, and its config.json has {value!r}"
-    raise ModelError(f"{problem}; only text decoders can be planned")
-
-
 def hub_id_of(name: str) -> str:
     """Return the hub id of a short name, e.g. `Qwen/Qwen3-8B` for `Qwen3-8B`; other names as they are."""
     if "/" in name or name in BUILTIN or Path(name).expanduser().exists():
@@ -256,16 +251,9 @@ def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
         name
     ):  # first: to look into the hub's cache, its client must be imported
         return known
-    snapshot = (
-        cached_snapshot(BUILTIN[name].hub_id if name in BUILTIN else name)
-        if name.count("/") < 2
-        else None
-    )
-    return (
-        model_config(str(snapshot), ask=ask)
-        if snapshot is not None
-        else _from_hub(name, ask=ask)
-    )
+    if name.count("/") < 2 and (snapshot := cached_snapshot(name)):
+        return model_config(str(snapshot), ask=ask)
+    return _from_hub(name, ask=ask)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -278,9 +266,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _from_hub(name: str, *, ask: bool) -> dict[str, Any]:
     answer = ask_hub(lambda api: _download(api, name)) if ask and name.count("/") == 1 else None
-    if answer is not None and answer.state == "here":
+    if answer and answer.state == "here":
         return _read(Path(str(answer.info)))
-    why = f" ({answer.problem})" if answer is not None and answer.problem else ""
+    why = f" ({answer.problem})" if answer and answer.problem else ""
     raise ModelError(
         f"no config of {name!r} found: it is no folder, not in the local cache, and not on the hub{why}"
         + (nearest(name, [*KNOWN_CONFIGS, *BUILTIN]) or "; give a folder or a config.json")

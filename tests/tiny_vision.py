@@ -225,7 +225,7 @@ def _gemma3() -> tuple[Any, ...]:
     )
 
 
-def _idefics3() -> tuple[Any, ...]:
+def _idefics(kind: str) -> tuple[Any, ...]:
     """Pictures cut in tiles of 32 x 32 pixels, and the whole one beside them; 4 tokens each."""
     import transformers
 
@@ -239,7 +239,7 @@ def _idefics3() -> tuple[Any, ...]:
     tokenizer.chat_template = _template(
         "{{ message['role'] }}:", IMAGE_TOKEN, "<end_of_utterance>\n", "assistant:"
     )
-    config = transformers.Idefics3Config(
+    config = getattr(transformers, f"{kind}Config")(
         text_config=_text(tokenizer, model_type="llama", tie_word_embeddings=True),
         vision_config=_TOWER,
         image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
@@ -247,13 +247,14 @@ def _idefics3() -> tuple[Any, ...]:
         **_common(tokenizer),
     )
     sides = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
-    return "Idefics3", tokenizer, config, {"image_seq_len": 4}, sides
+    return kind, tokenizer, config, {"image_seq_len": 4}, sides
 
 
 _PARTS = {
     "qwen2_5_vl": lambda: _qwen("Qwen2_5_VL"),
     "qwen3_vl": lambda: _qwen("Qwen3VL"),
     "gemma3": _gemma3,
-    "idefics3": _idefics3,
+    "idefics3": lambda: _idefics("Idefics3"),
+    "smolvlm": lambda: _idefics("SmolVLM"),
 }
 FAMILIES = ("llava", *_PARTS)

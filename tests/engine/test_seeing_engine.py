@@ -98,8 +98,6 @@ def logprobs(model: Any, sight: Sight, prompt: Prompt, token_ids: Sequence[int])
 def test_what_vllm_sees_is_what_the_trainer_sees(
     family: str, tmp_path: Path, serve: Any, cpu_engine: Any
 ) -> None:
-    if family == "smolvlm":
-        pytest.importorskip("num2words")
     folder, run = (
         write_tiny_vision_model(tmp_path / "model", family),
         RunFolder(tmp_path / "run"),

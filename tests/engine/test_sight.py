@@ -61,7 +61,7 @@ def test_rows_without_a_picture_are_scored_beside_rows_with_some(
             "pixel_values": torch.zeros(0, 3 * 2 * model.config.vision_config.patch_size**2),
             "image_grid_thw": torch.zeros(0, 3, dtype=torch.long),
         }
-    if family == "idefics3":
+    if family in ("idefics3", "smolvlm"):
         pixels = {
             "pixel_values": torch.zeros(1, 1, 3, 32, 32),
             "pixel_attention_mask": torch.zeros(1, 1, 32, 32, dtype=torch.long),

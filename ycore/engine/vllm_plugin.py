@@ -21,7 +21,7 @@ FORKED = "YCORE_ENGINE_FORKS"
 SIGHTED = "YCORE_ENGINE_SEES"
 """The environment variable of a server whose model reads pictures."""
 
-SERVED = ("llava", "qwen2_5_vl", "qwen3_vl", "idefics3")
+SERVED = ("llava", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm")
 """The families of models that read pictures, by `model_type`, whose engines were compared with the trainer."""
 
 NOT_LOADED = "vision_tower.post_layernorm."
@@ -48,22 +48,24 @@ def use_pillow() -> None:
     """Have transformers read pictures by Pillow, and load no processors of videos, where torchvision is missing."""
     if find_spec("torchvision") is not None:
         return
-    from transformers.models import idefics3
-    from transformers.models.idefics3.image_processing_pil_idefics3 import (
-        Idefics3ImageProcessorPil,
-    )
-    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+    from transformers.models.smolvlm import processing_smolvlm as smolvlm
     from transformers.processing_utils import ProcessorMixin
 
     for family in ("pixtral", "qwen2_vl"):  # vLLM imports Pixtral's for LLaVA
         stock = f"transformers.models.{family}.image_processing_{family}"
         pillow = stock.replace("image_processing_", "image_processing_pil_")
         sys.modules[stock] = importlib.import_module(pillow)
-    # transformers hides it, since its file has the word torchvision.
-    idefics3.Idefics3ImageProcessorPil = Idefics3ImageProcessorPil
-    # vLLM asks it for sizes also where there is no video.
-    Qwen3VLProcessor.video_processor = Qwen3VLVideoProcessor()
+    for name in ("Idefics3", "SmolVLM"):  # transformers hides these
+        package = f"transformers.models.{name.lower()}"
+        module = importlib.import_module(f"{package}.image_processing_pil_{name.lower()}")
+        reader = f"{name}ImageProcessorPil"
+        setattr(sys.modules[package], reader, getattr(module, reader))
+    # vLLM asks it for sizes, and a chat template for frames, also where there is no video.
+    ProcessorMixin.video_processor = Qwen3VLVideoProcessor()
+    init = smolvlm.SmolVLMProcessor.__init__
+    init.__defaults__ = (None, *init.__defaults__)
+    smolvlm.num2words = str  # for videos alone
     parts = ProcessorMixin.get_attributes.__func__
     ProcessorMixin.get_attributes = classmethod(
         lambda kind: [part for part in parts(kind) if part != "video_processor"]

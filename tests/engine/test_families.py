@@ -21,7 +21,7 @@ from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import engine_weights, write_weights
 from ycore.run.paths import RunFolder
-from ycore.trl.build import _lora
+from ycore.trl.build import _lora, attention_of
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -100,7 +100,7 @@ def check_training(model: Path, folder: Path, rounds: Rounds, adapters: Any) -> 
         max_steps=2,
         max_completion_length=24,
         logging_steps=1,
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": "float32", **attention_of(model)},
     )
     rounds.trainer = trainer
     trainer.train()
@@ -111,7 +111,9 @@ def check_training(model: Path, folder: Path, rounds: Rounds, adapters: Any) -> 
     assert gap < 0.01, rows
     trainer.write_model(folder / "out", dtype=torch.float32, merge=adapters is not None)
     saved = folder / "out" / ("merged" if adapters else "")
-    again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(
+        saved, dtype=torch.float32, **attention_of(saved)
+    )
     for completion in rounds.written(2):
         expected = scores_of(again, completion.token_ids)
         assert completion.logprobs == pytest.approx(expected, abs=0.01)
@@ -152,6 +154,22 @@ def test_a_familys_weights_have_the_checkpoints_names_and_values(
     for name, weight in engine_weights(adapted, dtype=torch.float32):
         assert torch.allclose(weight, expected.pop(name), atol=1e-5), name
     assert not expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_familys_attention_caps_its_logits_where_its_config_does(
+    family: str, tmp_path: Path
+) -> None:
+    """transformers' sdpa leaves Gemma 2's capping out without a word, and vLLM caps."""
+    model = write_tiny_family(tmp_path / "model", family)
+    eager, chosen = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **told)
+        for told in ({"attn_implementation": "eager"}, attention_of(model))
+    )
+    completion = tuple(range(6, 60))
+    assert scores_of(chosen, completion) == pytest.approx(
+        scores_of(eager, completion), abs=1e-4
+    )
 
 
 @pytest.mark.verify

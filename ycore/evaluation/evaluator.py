@@ -87,7 +87,7 @@ def own_model(parts: "Assembly") -> Any | None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from ycore.engine.sight import image_token_ids
-    from ycore.trl.build import compute_dtype
+    from ycore.trl.build import attention_of, compute_dtype
     from ycore.trl.forward import never_write
 
     kind = AutoModelForCausalLM if parts.sight is None else AutoModelForImageTextToText
@@ -95,6 +95,7 @@ def own_model(parts: "Assembly") -> Any | None:
         parts.started.model,
         dtype=compute_dtype(parts.config),
         trust_remote_code=parts.config.trust_remote_code,
+        **attention_of(parts.started.model),
     )
     never_write(model, image_token_ids(model.config.to_dict()))
     return model.to("cuda") if torch.cuda.is_available() else model

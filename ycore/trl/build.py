@@ -48,6 +48,12 @@ def compute_dtype(config: AnyConfig) -> torch.dtype:
     return torch.float32 if config.dtype == "float32" else torch.bfloat16
 
 
+def attention_of(model: Path) -> dict[str, str]:
+    """Choose attention that caps its logits where the model's config does; transformers' sdpa leaves it out."""
+    capped = read_settings(model / "config.json").get("attn_logit_softcapping")
+    return {"attn_implementation": "eager"} if capped else {}
+
+
 def build_trainer(
     config: AnyConfig,
     folder: RunFolder,
@@ -76,6 +82,7 @@ def build_trainer(
     stored = torch.float32 if config.lora is None else compute_dtype(config)
     arguments["model_init_kwargs"] = {
         "dtype": stored,
+        **attention_of(model),
         **(arguments.get("model_init_kwargs") or {}),
     }
     if config.quantize is not None:

@@ -55,6 +55,12 @@ PARTS = {
         "engine_parts.engines", 300, "memory that a sleep frees, and another process in it"
     ),
     "steps": Part("training_parts.steps", 300, "memory and time of a device against the plan"),
+    "ways": Part("run_parts.ways", 590, "engines that sleep, and what leaves the device"),
+    "memory": Part(
+        "run_parts.memory", 590, "the trainer's memory against the plan", runs_on_cpu=False
+    ),
+    "exact": Part("run_parts.exact", 240, "vLLM's batch-invariant kernels"),
+    "seven": Part("run_parts.seven", 590, "a model of 7 billion parameters", runs_on_cpu=False),
 }
 
 

@@ -1,4 +1,4 @@
-"""Every part of the device check on the first visible GPU: `pytest -m gpu tests/gpu`, about ten minutes."""
+"""Every part of the device check on the first visible GPU: `pytest -m gpu tests/gpu`, at most 55 minutes."""
 
 from pathlib import Path
 

@@ -172,3 +172,29 @@ def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.stderr.strip().splitlines()[-1] == "[]"
+
+
+EXAMPLES = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("column", [1, 2, 3])
+def test_the_worked_examples_of_the_docs_are_what_it_plans(
+    column: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = EXAMPLES.partition("## Worked examples\n")[2].partition("\n### ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line[:1] == "|"]
+    model, sharding, width, *figures = (row[column].strip().strip("`") for row in rows[2:])
+    line = section[section.index("`ycore ") :].split("`")[1]
+    assert run([*line.split()[1:], "--model", *model.split(), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best, options = told["fits"][0], told["options"]
+    assert f"--accelerate {sharding} --set engine.tensor_parallel={width[0]}" in options
+    assert all(setting in options for setting in width.split("`")[1::2])
+    gib = [
+        [size / 2**30 for size in best["memory"][phase].values()]
+        for phase in ("train", "sync", "generate")
+    ]
+    assert figures[:3] == [f"{a:.1f} + {b:.1f} = {a + b:.1f}" for a, b in gib]
+    seconds = [best["seconds"][part] for part in ("sync", "generate", "swaps", "train")]
+    assert figures[3] == ", ".join(f"{part:.1f}" if part else "0" for part in seconds)
+    assert figures[4] == f"{best['seconds']['step']:.1f}"

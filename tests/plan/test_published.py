@@ -5,7 +5,9 @@ software: a set of devices on which it trained must not be called too small by o
 step's time must be of the same size.
 """
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,11 @@ from ycore.plan.memory import Sharding, Strategy, Workload, trainer_states
 from ycore.plan.model_facts import ModelFacts, facts_of, model_facts
 from ycore.plan.planner import forecast_step, strategies
 
+PAGE = (
+    (Path(__file__).parents[2] / "docs" / "plan.md")
+    .read_text(encoding="utf-8")
+    .partition("### Against published runs\n")[2]
+)
 _ZERO = "arXiv 1910.02054, figure 1"
 _DEEPSPEED = "deepspeedai/DeepSpeed docs/code-docs/source/memory.rst"
 _VERL = "verl-project/verl docs/perf/device_tuning.rst"
@@ -178,6 +185,7 @@ def test_a_step_is_of_the_size_published(
     ]
     fastest_s = min(forecast.step_s for forecast in made if forecast.fits)
     assert published_s / 2 < fastest_s < published_s * 2, _NEMO
+    assert re.search(rf"[| ]{fastest_s:.0f}[ ;]", PAGE), "the page's figure"
 
 
 @dataclass(frozen=True)
@@ -230,7 +238,10 @@ def test_training_takes_the_seconds_and_the_memory_published(row: Training) -> N
     sharding: Sharding = "ddp" if ranks == 1 else "fsdp2"
     strategy = Strategy(ranks, ranks, sharding, row.micro_batch, row.checkpointing)
     forecast = forecast_step(work, strategy, Fleet(DEVICES[row.device], ranks))
-    assert forecast.seconds["train"] == pytest.approx(row.published_s, rel=0.25), row.source
+    seconds = forecast.seconds["train"]
+    assert seconds == pytest.approx(row.published_s, rel=0.25), row.source
+    assert re.search(rf"[| ]{seconds:.{int(seconds < 50)}f}[ ,]", PAGE), "the page's figure"
     if row.published_gib is not None:
         used_gib = sum(forecast.trainer.values()) / GIB
         assert used_gib == pytest.approx(row.published_gib, rel=0.25), row.source
+        assert f" {used_gib:.1f} GiB" in PAGE

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from ycore_cli.main import run as ycore
 
 from ycore.round.journal import Journal
@@ -115,7 +116,7 @@ def test_the_page_is_for_dark_screens_and_for_phones_too(run: Path) -> None:
     names = re.findall(r"--(\w+):", light)
     assert "light dark" in light and "(prefers-color-scheme: dark)" in style
     assert re.findall(r"--(\w+):", dark) == names, "each colour has one of its own there"
-    rest = re.sub(r":root \{.*?\}|svg, img \{.*?\}", "", style, flags=re.DOTALL)
+    rest = re.sub(r":root \{.*?\}|  img \{.*?\}", "", style, flags=re.DOTALL)
     assert not re.findall(r"#[0-9a-f]{3,6}\b", rest), "no other rule has a colour of its own"
     phone = style.partition("(max-width: 640px)")[2]
     assert re.search(r"table \{[^}]*overflow-x: auto", phone), "a wide table moves alone"
@@ -274,6 +275,42 @@ def test_what_is_no_run_is_refused(
     (run / ("run.json" if problem == "no run.json" else "metrics.jsonl")).unlink()
     assert ycore(["report", str(run)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_curves_turn_dark_with_the_page_and_keep_the_colours_of_their_runs(
+    run: Path,
+) -> None:
+    page = render_page(make_report([read_run(run)]))
+    style = page.partition("<style>")[2].partition("</style>")[0]
+    dark = style.rpartition("(prefers-color-scheme: dark)")[2]
+    rules = re.findall(r"([^{}\n]+) \{ ([^}]*) \}", dark)
+    of_curves = " ".join(text for names, text in rules if "svg" in names.strip().split(", "))
+    of_keys = " ".join(text for names, text in rules if ".key" in names.strip().split(", "))
+    assert "background" not in of_curves and "screen" in of_curves, "black is the page's own"
+    assert "invert(1) hue-rotate(180deg)" in of_curves and of_keys and of_keys in of_curves
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize(("scheme", "is_dark"), [(0, True), (1, False)])
+def test_a_browser_draws_the_curves_on_the_pages_paper(
+    run: Path, tmp_path: Path, scheme: int, is_dark: bool, width: int
+) -> None:
+    page = write_report(make_report([read_run(run)]), tmp_path / "report.html")
+    picture = tmp_path / "page.png"
+    command = [
+        str(CHROMIUM),
+        *QUIET.split(),
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--blink-settings=preferredColorScheme={scheme}",
+        f"--window-size={width},900",
+        f"--screenshot={picture}",
+        page.as_uri(),
+    ]
+    subprocess.run(command, capture_output=True, timeout=400, check=True)
+    shades = Image.open(picture).convert("L").histogram()
+    paper = sum(shades[:64]) if is_dark else sum(shades[192:])
+    assert paper > 0.8 * sum(shades)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")

@@ -137,8 +137,10 @@ def _refusal(error: typer.TyperException) -> str:
     if isinstance(error.__cause__, ValidationError):
         parameter: Any = getattr(error, "param", None)
         return must_be(parameter.opts[0], error.__cause__.errors())
-    way_out = f"; see `{context.command_path if context else 'ycore'} --help`"
     message = error.format_message().strip().rstrip(".").replace(". Did", "; did")
+    watches = message.partition("'")[2] in ("watch'", "status'", "logs'")
+    words = "report --live" if watches else "--help"
+    way_out = f"; see `{context.command_path if context else 'ycore'} {words}`"
     if message.startswith("No such option"):
         option: str = getattr(error, "option_name", "")
         parameters = context.command.params

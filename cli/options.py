@@ -415,6 +415,8 @@ def _trl_options(
     while rest:
         token = rest.pop(0)
         option, equals, text = token.partition("=")
+        if not option.startswith("-") and "." in option and equals:
+            option = f"--{option}"  # as verl writes it
         if not option.startswith("-") or option == "--":
             raise ConfigError(
                 f"{token!r} is not an option; a value follows its option, e.g. --steps 100"
@@ -424,12 +426,8 @@ def _trl_options(
         if not equals and name not in fields and name.startswith("no_") and name[3:] in flags:
             name, value = name[3:], False
         elif name not in fields or not option.startswith("--"):
-            from ycore.config.problems import familiar_words
-
             known = [*declared, *(field.option for field in fields.values())]
-            words = familiar_words(option.replace("_", "-"), str(value or "VALUE"), entry)
-            works_here = words is not None and words.split()[0] in known
-            hint = f"; say {words}" if works_here else nearest(option, known, limit=1)
+            hint = _words_instead(option, str(value or "VALUE"), known, entry)
             raise ConfigError(f"no option {option}{hint}")
         elif not equals and value is not None:
             rest.pop(0)
@@ -443,6 +441,18 @@ def _trl_options(
             raise ConfigError(f"{option} is given twice, and takes one value; leave one out")
         values[name] = value
     return values
+
+
+def _words_instead(option: str, value: str, known: Sequence[str], entry: AlgorithmEntry) -> str:
+    """Say what to type for another trainer's option, of verl's `actor.optim.lr` by the last words, or the nearest one."""
+    from ycore.config.problems import familiar_words
+
+    parts = option.lstrip("-").replace("_", "-").split(".")
+    for name in ("-".join(parts[-2:]), parts[-1]):
+        words = familiar_words(f"--{name}", value, entry) or f"--{name} {value}"
+        if words.split()[0] in known:
+            return f"; say {words}"
+    return nearest(option, known, limit=1)
 
 
 def _stored(options: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def export(
     name = served_name(model).removesuffix(".gguf")
     target = output or inside / (f"{name}-merged" if form == "merged" else f"{name}.gguf")
     if dry_run:
-        print(f"{folder} as {target}. Nothing was written; leave out --dry-run to write it.")
+        print(f"{model} as {target}. Nothing was written; leave out --dry-run to write it.")
         return
     export_model(folder, target, form=form, name=name)
     print_table([("written", str(target))])

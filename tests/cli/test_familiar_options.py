@@ -87,6 +87,37 @@ def test_these_simply_work(command: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "--learning-rate 1e-6"),
+        ("--actor-rollout-ref.actor.optim.lr=1e-6", "--learning-rate 1e-6"),
+        ("actor_rollout_ref.model.path=models/a", "--model models/a"),
+        ("actor_rollout_ref.rollout.n=4", "--group-size 4"),
+        ("actor_rollout_ref.rollout.temperature=0.7", "--temperature 0.7"),
+        ("actor_rollout_ref.actor.kl_loss_coef=0.01", "--beta 0.01"),
+        ("algorithm.adv_estimator=rloo", "--advantage rloo"),
+        ("data.max_response_length=64", "--max-tokens 64"),
+        ("data.train_batch_size=16", "--prompts-per-step 16"),
+        ("trainer.save_freq=20", "--save-steps 20"),
+        ("-steps=5", "--steps 5"),
+    ],
+)
+def test_what_verl_writes_with_dots_is_answered_by_its_last_words(
+    typed: str, words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_line("grpo", [typed])
+    assert str(caught.value).endswith(f"; say {words}")
+    resolve_line("grpo", words.split())
+
+
+@pytest.mark.parametrize("typed", ["actor_rollout_ref.actor.use_kl_loss=true", "trainer.x=1"])
+def test_what_is_unknown_with_dots_is_named(typed: str) -> None:
+    with pytest.raises(ConfigError, match=f"no option --{typed.partition('=')[0]}"):
+        resolve_line("grpo", [typed])
+
+
+@pytest.mark.parametrize(
     ("option", "nearest"),
     [
         ("--lerning-rate", "--learning-rate"),

@@ -232,6 +232,8 @@ sys.meta_path.insert(0, Slow())
     [
         ("gpro", "no such command 'gpro'; did you mean 'grpo'?"),
         ("zzz", "no such command 'zzz'; see `ycore --help`"),
+        ("watch", "no such command 'watch'; see `ycore report --live`"),
+        ("status", "no such command 'status'; see `ycore report --live`"),
         ("docs --jsn", "no option --jsn; see `ycore docs --help`"),
         ("chat --promt x", "no option --promt; did you mean '--prompt'?"),
         ("--verson", "no option --verson; did you mean '--version'?"),

@@ -113,6 +113,21 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert "use_cpu true (default false)" in out
 
 
+@pytest.mark.parametrize(
+    ("option", "is_default"),
+    [("logging_steps 5", 1), ("save_total_limit 3", 2), ("report_to tensorboard", "none")],
+)
+def test_a_default_that_the_plan_names_is_the_runs_own(
+    option: str, is_default: object, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name, value = option.split()
+    more = f"--recipe quickstart --{name.replace('_', '-')} {value}"
+    assert run(command_words(more, place)) == 0
+    assert f"{option} (default {is_default})" in " ".join(capfd.readouterr().out.split())
+    assert run(command_words("--recipe quickstart --logging-steps 1", place)) == 0
+    assert "logging_steps" not in capfd.readouterr().out
+
+
 def test_the_plan_says_what_is_not_at_its_default_and_what_is_written(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

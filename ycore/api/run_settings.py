@@ -14,7 +14,7 @@ from ycore.config.presets import find_preset, preset_layer
 from ycore.config.recipe_files import load_benchmark
 from ycore.config.resolve import resolve
 from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, ScoredConfig
-from ycore.config.trl_fields import fields_of
+from ycore.config.trl_fields import OWN_DEFAULTS, fields_of
 from ycore.errors import ConfigError
 from ycore.judge.sources import with_declarations
 from ycore.launch import layout
@@ -125,7 +125,7 @@ def changed_settings(config: AnyConfig, *, trains: bool) -> dict[str, list[Any]]
     measurement reads those of sampling alone.
     """
     defaults = _by_name(type(config).model_construct().model_dump(mode="json"))
-    defaults |= find_algorithm(config.algorithm).trl_defaults
+    defaults |= {**find_algorithm(config.algorithm).trl_defaults, **OWN_DEFAULTS}
     settings = redact(config.model_dump(mode="json"))
     in_other_rows = _IN_OTHER_ROWS
     if trains:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ycore.config.algorithms import Algorithm, find_algorithm
 from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
-from ycore.config.trl_fields import familiar_options
+from ycore.config.trl_fields import OWN_DEFAULTS, familiar_options
 from ycore.errors import ConfigError
 from ycore.run.paths import RunFolder
 
@@ -102,7 +102,7 @@ def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPl
         raise ConfigError(
             f"per_device_train_batch_size * gradient_accumulation_steps must be the completions of a step on a rank; "
             f"they are {size} * {accumulation} and {prompts} prompts x {config.group_size} / {world_size} = {local}; "
-            "leave one of the two out, or say divisors"
+            f"leave one of the two out, or give two whose product is {local}"
         )
     per_generation = config.trl.get("steps_per_generation") or accumulation
     if per_generation % accumulation:
@@ -292,14 +292,11 @@ def _defaults(
 ) -> dict[str, Any]:
     algorithm = find_algorithm(config.algorithm)
     defaults: dict[str, Any] = {
+        **OWN_DEFAULTS,
         "learning_rate": algorithm.learning_rate
         if config.lora is None
         else algorithm.lora_learning_rate,
-        "logging_steps": 1,  # TRL's 10 leaves short runs without a curve
-        "report_to": "none",
         "run_name": folder.root.resolve().name,  # of a tracker's page; trackio makes up a new one after a resume
-        "save_total_limit": 2,
-        "disable_tqdm": True,
     }
     if batch.on_cpu:
         defaults |= {"use_cpu": True, "gradient_checkpointing": False}

@@ -65,6 +65,15 @@ def fields_of(class_name: str) -> Mapping[str, TrlField]:
     return MappingProxyType(fields)
 
 
+OWN_DEFAULTS: Mapping[str, Any] = {
+    "logging_steps": 1,  # TRL's 10 leaves short runs without a curve
+    "report_to": "none",
+    "save_total_limit": 2,
+    "disable_tqdm": True,
+}
+"""ycore's defaults of fields for which TRL has others."""
+
+
 @cache
 def familiar_options() -> Mapping[str, Any]:
     """The words that ycore has for options of other trainers, and for fields of TRL's that it does not take."""

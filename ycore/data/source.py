@@ -46,7 +46,7 @@ def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
         table = task_table(name, split=split, seed=seed)
     elif name.startswith("gym:"):
         table = gym_table(name, split=split, seed=seed)
-    elif _is_saved(path):
+    elif any(os.path.isfile(path / file) for file in ("dataset_dict.json", "state.json")):
         table = _saved_table(path, split)
     elif is_path or os.path.exists(path):
         table = file_table(path)
@@ -59,11 +59,6 @@ def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
         return table
     lines = None if table.lines is None else table.lines[:limit]
     return replace(table, rows=[table.rows[number] for number in range(limit)], lines=lines)
-
-
-def _is_saved(path: Path) -> bool:
-    """Tell whether a folder was written by `save_to_disk` of the datasets library."""
-    return any(os.path.isfile(path / name) for name in ("dataset_dict.json", "state.json"))
 
 
 def _saved_table(path: Path, split: str) -> Table:

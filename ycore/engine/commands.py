@@ -278,7 +278,7 @@ def inherited(base: Mapping[str, str], *, also: Sequence[str] = ()) -> dict[str,
     return {
         name: value
         for name, value in base.items()
-        if _may_have(name, value) or _is_named(name, also)
+        if _may_have(name, value) or any(fnmatchcase(name, pattern) for pattern in also)
     }
 
 
@@ -289,10 +289,6 @@ def _may_have(name: str, value: str) -> bool:
         name.endswith(_SECRET_ENDINGS) or is_secret(name, value) or redact_text(value) != value
     )
     return _OTHERS.fullmatch(name) is not None and not is_hidden
-
-
-def _is_named(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def split_evenly(items: Sequence[T], count: int) -> list[tuple[T, ...]]:

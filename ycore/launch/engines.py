@@ -104,23 +104,22 @@ class EnginePlan:
             "num_slots": self.num_slots,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.engines[0].max_num_seqs if self.engines else None,
-            "scorers": [_scorer_json(model) for model in self.served[1:]],
+            "scorers": [
+                {
+                    "role": scorer.role,
+                    "sources": list(scorer.sources),
+                    "engines": [engine.name for engine in scorer.engines],
+                    "model": str(scorer.engines[0].model.resolve()),
+                    "max_model_len": scorer.engines[0].max_model_len,
+                }
+                for scorer in self.served[1:]
+            ],
         }
         if self.sleeps:
             content["sleeps"] = True
         if self.sharing is not None and self.sleeps:
             content["offload"] = self.sharing.offload
         return content
-
-
-def _scorer_json(scorer: ServedModel) -> dict[str, Any]:
-    return {
-        "role": scorer.role,
-        "sources": list(scorer.sources),
-        "engines": [engine.name for engine in scorer.engines],
-        "model": str(scorer.engines[0].model.resolve()),
-        "max_model_len": scorer.engines[0].max_model_len,
-    }
 
 
 def fetch_for_run(name: str, *, config: BaseConfig, folder: RunFolder, say: Say) -> Path:

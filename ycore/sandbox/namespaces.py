@@ -47,10 +47,6 @@ def find_bwrap() -> Path | None:
     return Path(package.origin).parent / "_bin" / "bwrap"
 
 
-def _outer_first(path: Path) -> tuple[int, Path]:
-    return len(path.parts), path
-
-
 def bwrap_command(
     program: Sequence[str],
     view: View,
@@ -131,7 +127,7 @@ def _binds(visible: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
     made = {Path("/"), Path("/usr"), Path("/dev"), Path("/dev/shm"), SCRATCH}
     covered: list[str] = []
     existing = {path for path in paths if path.exists()}
-    for path in sorted(existing, key=_outer_first):
+    for path in sorted(existing, key=lambda path: (len(path.parts), path)):
         outer = next((parent for parent in path.parents if parent in existing), None)
         is_seen = outer is not None and paths[outer]
         if path in made or paths[path] == is_seen:

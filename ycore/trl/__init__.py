@@ -8,12 +8,7 @@ import os
 
 from trl import import_utils
 
-
-def _no_vllm(min_version: str | None = None) -> bool:
-    return False
-
-
-import_utils.is_vllm_available = _no_vllm
+import_utils.is_vllm_available = lambda min_version=None: False
 os.environ.setdefault(
     "TRL_EXPERIMENTAL_SILENCE", "1"
 )  # `rollout_func` and GMPO are experimental, and used knowingly

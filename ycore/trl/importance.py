@@ -190,22 +190,14 @@ def _inverse(value: Tensor, *, sign: int) -> Tensor:
     return z
 
 
-def _reverse_kl(log_ratio: Tensor) -> Tensor:
-    return torch.expm1(log_ratio) - log_ratio
-
-
-def _forward_kl(log_ratio: Tensor) -> Tensor:
-    return torch.exp(log_ratio) * log_ratio - torch.expm1(log_ratio)
-
-
 def _jensen_shannon(log_ratio: Tensor) -> Tensor:
     middle = torch.log1p(torch.expm1(log_ratio) / 2)  # log((u + 1) / 2), precise near u = 1
     return (torch.exp(log_ratio) * (log_ratio - middle) - middle) / 2
 
 
 DIVERGENCES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "reverse-kl": _reverse_kl,
-    "forward-kl": _forward_kl,
+    "reverse-kl": lambda log_u: torch.expm1(log_u) - log_u,
+    "forward-kl": lambda log_u: torch.exp(log_u) * log_u - torch.expm1(log_u),
     "js": _jensen_shannon,
 }
 """f(u) by name, from log u."""

@@ -205,6 +205,13 @@ def test_a_run_that_has_ended(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
+def test_a_run_that_ended_after_one_step_says_so_in_words(run: Path) -> None:
+    (run / "summary.json").write_text(json.dumps({"status": "interrupted", "steps": 1}))
+    stream = io.StringIO()
+    follow_run(run, stream=stream)
+    assert stream.getvalue().splitlines()[-1] == "interrupted after 1 step"
+
+
 def test_a_run_whose_launcher_was_killed_says_how_to_go_on(run: Path) -> None:
     stream = io.StringIO()
     follow_run(run, stream=stream)

@@ -454,6 +454,8 @@ def _ending(folder: RunFolder) -> str:
         run = shlex.quote(str(folder.root))
         return f"over without a summary, as after a kill; `ycore resume {run}` goes on"
     summary = read_summary(folder)
-    steps = f"{summary.status or 'ended'} after {summary.steps} steps"
+    steps = (
+        f"{summary.status or 'ended'} after {summary.steps} step{'s' * (summary.steps != 1)}"
+    )
     duration = f", {as_duration(summary.wall_s)}" if summary.wall_s else ""
     return steps + duration + (f": {summary.error}" if summary.error else "")

@@ -303,6 +303,10 @@ class Group:
         return self.draw.token_ids if completion.prompt_ids is None else completion.prompt_ids
 
     @property
+    def rewards_GR(self) -> list[list[float | None]]:
+        return [[score.value for score in scores_R] for scores_R in self.scores_GR]
+
+    @property
     def turn_rewards(self) -> list[list[float | None]]:
         """Rewards of each completion's turns, without its last turn."""
         return [

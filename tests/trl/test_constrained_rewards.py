@@ -14,7 +14,6 @@ from ycore.scoring.group_rewards import Constraint, Constraints
 from ycore.trl.grpo import Trainer
 from ycore.trl.online_dpo import Trainer as OnlineDPOTrainer
 from ycore.trl.online_dpo import best_and_worst, preference_losses
-from ycore.trl.policy_gradient import broken, calibrated, gated, kept
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 NAN = float("nan")
@@ -31,7 +30,7 @@ def close(found: Tensor, expected: list[float]) -> None:
 
 
 def test_the_policy_gradients_rewards() -> None:
-    calibration = calibrated(REWARDS, 1.5)
+    calibration = torch.sigmoid(REWARDS - 1.5)
     close(calibration, [0.622459, 0.817574, 0.377541, 0.731059, 0.268941])
     rewards = calibration * KEPT
     advantages = ESTIMATORS["crpg"](rewards.view(1, 5), torch.ones(1, 5, dtype=torch.bool))[0]
@@ -68,35 +67,17 @@ def test_the_pairs_loss_with_the_likelihood_of_the_best() -> None:
 
 
 def test_all_constraints_must_hold_and_unknown_is_not_broken() -> None:
-    two = (*HELD, Constraint(2, "short", 0.5, 0.1))
-    rewards = torch.tensor(
-        [[9, 1, 0.5], [9, 0.9, 1], [9, 1, 0.4], [9, NAN, 0.4], [9, NAN, 1.0]]
-    )
-    found = kept(broken(rewards, two))
-    assert found[:4].tolist() == [1, 0, 0, 0] and found[4].isnan()
-    gates = gated(
-        torch.tensor([2.0, 3.0, 1.0, 2.0, NAN, 1.0]), torch.tensor([1.0, 0, 1, NAN, 1, 1]), 3
-    )
-    close(gates[:3], [0.5, 0.0, torch.sigmoid(torch.tensor(-1.0)).item()])
-    assert gates[3:5].isnan().all() and gates[5].item() == pytest.approx(
-        torch.sigmoid(torch.tensor(-0.5)).item()
-    )
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_gate_of_the_round_is_that_of_the_loss(seed: int) -> None:
-    """Sampling decides by floats which groups teach, training by tensors: both give the same rewards."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randint(0, 4, (4, 3), generator=generator) / 2.0
-    scores[torch.rand(4, 3, generator=generator) < 0.2] = NAN
-    two = (*HELD, Constraint(2, "short", 0.5, 0.1))
-    rows = [[None if value != value else value for value in row] for row in scores.tolist()]
-    compared = Constraints(two).compared(
-        [row[0] for row in rows], [[Score(value) for value in row] for row in rows]
-    )
-    expected = torch.tensor([NAN if reward is None else reward for reward in compared])
-    gates = gated(scores[:, 0], kept(broken(scores, two)), 4)
-    torch.testing.assert_close(gates, expected.double(), rtol=0, atol=1e-6, equal_nan=True)
+    rows = [[2.0, 1, 0.5], [3.0, 0.9, 1], [1.0, 1, 1], [2.0, None, 0.4], [2.0, None, 1.0]]
+    held = Constraints([*HELD, Constraint(2, "short", 0.5, 0.1)])
+    found = held.compared([*(row[0] for row in rows), None], [*rows, [None, 1, 1]])
+    assert found == [
+        pytest.approx(0.5),
+        0.0,
+        pytest.approx(torch.sigmoid(torch.tensor(-1.0)).item()),
+        0.0,
+        None,
+        None,
+    ]
 
 
 # -- in the trainers ---------------------------------------------------------------------------------------------------

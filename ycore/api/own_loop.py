@@ -154,10 +154,12 @@ class Round:
 
     def score(self, groups: Sequence[RoundGroup]) -> list[RoundGroup]:
         """Set the rewards to the weighted sums of the run's reward sources, and return the same objects."""
+        from ycore.scoring.group_rewards import compared_rewards
+
         scored = self._call(lambda run: self._score(run, [item.group for item in groups]))
         for item, group in zip(groups, scored, strict=True):
             item.group = group
-            item.rewards = _totals(group, self._weights)
+            item.rewards = compared_rewards(group, self._weights)
         return list(groups)
 
     def train(self, groups: Sequence[RoundGroup]) -> dict[str, Any]:
@@ -320,17 +322,12 @@ def _unscored(group: "Group") -> RoundGroup:
     )
 
 
-def _totals(group: "Group", weights: Sequence[float]) -> list[float | None]:
-    from ycore.scoring.group_rewards import total_reward
-
-    return [total_reward(scores, weights) for scores in group.scores_GR]
-
-
 def _with_rewards(item: RoundGroup, weights: Sequence[float]) -> "Group":
     """Return the group with its scores; the user's rewards stand for the first source that has a weight."""
+    from ycore.scoring.group_rewards import compared_rewards
     from ycore.types import Score
 
-    if item.group.scores_GR and _totals(item.group, weights) == item.rewards:
+    if item.group.scores_GR and compared_rewards(item.group, weights) == item.rewards:
         return item.group
     if len(item.rewards) != len(item.completions):
         raise ConfigError(

@@ -23,7 +23,7 @@ from ycore.rewards.loading import reward_names
 from ycore.run.metrics import EVALUATION, STEP_SECONDS, Row, is_evaluation, number, pass_at_k
 from ycore.run.tasks import together
 from ycore.run.work import working
-from ycore.scoring.group_rewards import constraints_of, total_reward
+from ycore.scoring.group_rewards import compared_rewards, constraints_of
 from ycore.types import Draw, Group
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
     """
     size = len(group.completions)
     weights = [reward.weight for reward in config.rewards]
-    totals = _known(total_reward(scores, weights) for scores in group.scores_GR)
+    totals = _known(compared_rewards(group, weights))
     sums = {"reward": (sum(totals), len(totals))}
     for source, name in enumerate(reward_names(config.rewards)):
         values = _known(scores[source].value for scores in group.scores_GR)
@@ -123,8 +123,8 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
     is_right = [(scores[0].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR]
     constraints = constraints_of(config)
     keeps_all = [
-        all(constraint.is_broken(scores) is False for constraint in constraints)
-        for scores in group.scores_GR
+        all(constraint.is_broken(rewards) is False for constraint in constraints)
+        for rewards in group.rewards_GR
     ]
     right_and_kept = [right and kept for right, kept in zip(is_right, keeps_all, strict=True)]
     num_right = {"pass": sum(is_right), "cot-pass": sum(right_and_kept)}
@@ -196,7 +196,7 @@ def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]
     """
     weights = [reward.weight for reward in config.rewards]
     names = reward_names(config.rewards)
-    totals = [[total_reward(scores, weights) for scores in group.scores_GR] for group in groups]
+    totals = [compared_rewards(group, weights) for group in groups]
     wins = {"accuracy": _count_wins(totals)}
     if len(names) > 1:
         for source, name in enumerate(names):

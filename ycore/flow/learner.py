@@ -22,7 +22,7 @@ from ycore.flow.flow_math import (
 )
 from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.sampler import FlowPolicy, Picture, Trajectories, Weights
-from ycore.scoring.group_rewards import can_teach, min_stds, total_reward
+from ycore.scoring.group_rewards import can_teach, compared_rewards, min_stds
 from ycore.types import Group
 
 
@@ -76,9 +76,7 @@ class Learner:
         config = self._config
         weights = [reward.weight for reward in config.rewards]
         stds_R = min_stds(config.rewards, config.sampling.std_threshold, default_range=1.0)
-        rewards = [
-            [total_reward(scores, weights) for scores in group.scores_GR] for group in groups
-        ]
+        rewards = [compared_rewards(group, weights) for group in groups]
         num_teaching = sum(can_teach(group, weights, min_stds_R=stds_R) for group in groups)
         metrics = {
             "frac_reward_zero_std": 1 - num_teaching / len(groups),

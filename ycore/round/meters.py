@@ -10,7 +10,7 @@ from ycore.errors import RunError
 from ycore.foreign import CHANGED_TEXTS
 from ycore.round.peers import Peers
 from ycore.run.metrics import Meter
-from ycore.scoring.group_rewards import total_reward
+from ycore.scoring.group_rewards import compared_rewards
 from ycore.types import Group
 
 
@@ -59,7 +59,7 @@ class RoundMeter:
         self.generate_s = time.perf_counter() - self._began
 
     def count(self, group: Group, weights_R: Sequence[float]) -> None:
-        totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
+        totals = compared_rewards(group, weights_R)
         known = [total for total in totals if total is not None]
         self.num_tokens += group.num_written
         self.num_masked += totals.count(None)

@@ -34,9 +34,9 @@ class Constraint:
     least: float
     limit: float  # share of the completions that may break it
 
-    def is_broken(self, scores_R: Sequence[Score]) -> bool | None:
+    def is_broken(self, rewards_R: Rewards) -> bool | None:
         """None where it could not be scored."""
-        value = scores_R[self.source].value
+        value = rewards_R[self.source]
         return None if value is None else value < self.least
 
 
@@ -58,7 +58,7 @@ class Constraints:
     A completion whose constraint could not be scored breaks nothing and teaches nothing: it has no reward. All ranks
     have the same weights, because they learn from the sums over all ranks.
 
-    Example: `Constraints([Constraint(1, "format", 1.0, 0.05)]).compared([0.5, 1.0], scores_GR)`.
+    Example: `Constraints([Constraint(1, "format", 1.0, 0.05)]).compared([0.5, 1.0], group.rewards_GR)`.
 
     Args:
         rate: how fast a weight grows, by round, for each completion in one that breaks the constraint beyond its limit.
@@ -94,12 +94,10 @@ class Constraints:
     def load_state_dict(self, state: Sequence[float]) -> None:
         self.weights = list(state)
 
-    def _broken(self, scores_R: Sequence[Score]) -> list[bool | None]:
-        return [constraint.is_broken(scores_R) for constraint in self.held]
+    def _broken(self, rewards_R: Rewards) -> list[bool | None]:
+        return [constraint.is_broken(rewards_R) for constraint in self.held]
 
-    def compared(
-        self, totals_G: Rewards, scores_GR: Sequence[Sequence[Score]]
-    ) -> list[float | None]:
+    def compared(self, totals_G: Rewards, rewards_GR: Sequence[Rewards]) -> list[float | None]:
         """Return the rewards of a group's completions as they are compared with one another, and trained with.
 
         By `gate` that is sigmoid(r - mean r), or 0 for what breaks a constraint (eqs. 5 and 8).
@@ -107,8 +105,8 @@ class Constraints:
         known = [total for total in totals_G if total is not None]
         baseline = fmean(known) if known else 0.0
         rewards_G: list[float | None] = []
-        for total, scores_R in zip(totals_G, scores_GR, strict=True):
-            broken = self._broken(scores_R)
+        for total, rewards_R in zip(totals_G, rewards_GR, strict=True):
+            broken = self._broken(rewards_R)
             if total is None:
                 rewards_G.append(None)
             elif self.by == "gate" and any(broken):
@@ -125,8 +123,8 @@ class Constraints:
         return rewards_G
 
     def count(self, group: Group) -> None:
-        for scores_R in group.scores_GR:
-            for index, is_broken in enumerate(self._broken(scores_R)):
+        for rewards_R in group.rewards_GR:
+            for index, is_broken in enumerate(self._broken(rewards_R)):
                 self._counts[2 * index] += is_broken is True
                 self._counts[2 * index + 1] += is_broken is not None
 
@@ -248,7 +246,7 @@ def compared_rewards(
 ) -> list[float | None]:
     """Return each completion's reward as it is compared with the others of its group."""
     totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
-    return totals if constraints is None else constraints.compared(totals, group.scores_GR)
+    return totals if constraints is None else constraints.compared(totals, group.rewards_GR)
 
 
 def can_teach(
@@ -281,8 +279,7 @@ def can_teach(
     if alone or len(known) < 2:
         return alone and bool(known)
     if normalizes_each:
-        rewards_GR = [[score.value for score in scores_R] for scores_R in group.scores_GR]
-        return rewards_differ(normalized_sums(rewards_GR, weights_R, min_stds_R))
+        return rewards_differ(normalized_sums(group.rewards_GR, weights_R, min_stds_R))
     min_std = 0.0 if min_stds_R is None else min_std_of_sum(min_stds_R, weights_R)
     turn_rewards = [
         rewards

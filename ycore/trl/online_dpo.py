@@ -19,7 +19,7 @@ from ycore.config.learners import OnlineDPOConfig
 from ycore.errors import ConfigError
 from ycore.scoring.group_rewards import TOLERANCE
 from ycore.trl.batches import loss_mask
-from ycore.trl.policy_gradient import PolicyGradientTrainer, broken, kept, whole_sequences
+from ycore.trl.policy_gradient import PolicyGradientTrainer, whole_sequences
 
 
 class _PairLoss(GRPOTrainer):
@@ -97,8 +97,8 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
         kept_PG = None
         totals = self._totals(self._rewards)
         if constraints is not None and constraints.by == "gate" and self.kind != "rrhf":
+            replaced["kept"] = self._of_this_rank(totals.sign())  # 0 is what breaks one
             totals = self._weighted_sums(self._rewards)
-            replaced["kept"] = self._of_this_rank(kept(broken(self._rewards, constraints.held)))
             kept_PG = replaced["kept"].view(-1, size)
         has_no_token = loss_mask(batch).sum(dim=1) == 0
         totals = self._of_this_rank(totals).masked_fill(has_no_token, torch.nan)
@@ -115,8 +115,8 @@ def best_and_worst(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first completion of each group with the highest reward, the first with the lowest, and whether they differ.
 
-    NaN is a completion without a reward; it is neither. With `kept_PG` (`policy_gradient.kept`) the best keeps all
-    constraints, and the worst breaks some, where one does; a group of which none keeps them has no best (CODPO,
+    NaN is a completion without a reward; it is neither. With `kept_PG` (1, or 0 where one is broken) the best keeps
+    all constraints, and the worst breaks some, where one does; a group of which none keeps them has no best (CODPO,
     arXiv 2409.20370, section 4.2).
     """
     missing = totals_PG.isnan()

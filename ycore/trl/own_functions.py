@@ -3,13 +3,13 @@
 They are loaded and called once on made-up completions before the run starts. An error names the file and the line.
 """
 
-import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -126,10 +126,7 @@ def scored_groups(
     scored = []
     for group, totals_G in zip(groups, totals_PG.double(), strict=True):
         masks = [torch.tensor(completion.mask) for completion in group.completions]
-        values_GR = [[score.value for score in scores] for scores in group.scores_GR]
-        by_source = totals_G.new_tensor(
-            [[math.nan if value is None else value for value in values] for values in values_GR]
-        )
+        by_source = totals_G.new_tensor(np.array(group.rewards_GR, float))  # NaN for None
         scored.append(
             ScoredGroup(
                 step=step,

@@ -1,10 +1,11 @@
 """The base of ycore's policy gradients: constraints, trust regions, averages by prompt, the KL in the reward."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather
 from torch import Tensor
@@ -18,7 +19,7 @@ from ycore.config.learners import (
     PolicyGradientConfig,
     PPOConfig,
 )
-from ycore.scoring.group_rewards import Constraint, Constraints
+from ycore.scoring.group_rewards import Constraints
 from ycore.trl.batches import loss_mask
 from ycore.trl.importance import (
     behaviour_logps,
@@ -28,7 +29,7 @@ from ycore.trl.importance import (
 )
 from ycore.trl.own_functions import OwnFunction, ScoredGroup, own_functions, scored_groups
 from ycore.trl.returns import AddUp
-from ycore.trl.seam import SeamGRPOTrainer
+from ycore.trl.seam import SeamGRPOTrainer, known
 
 _PICTURES = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters.keys()
 """The keys of a batch with pictures that the forward takes by their names, among its other parameters."""
@@ -182,13 +183,20 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
     def _totals(self, rewards: Tensor) -> Tensor:
         """The weighted sums, less what broken constraints cost, or gated by them."""
         totals = self._weighted_sums(rewards)
-        if self._constraints is None:
+        constraints = self._constraints
+        if constraints is None:
             return totals
-        broken_NC = broken(rewards, self._constraints.held)
-        if self._constraints.by == "gate":
-            return gated(totals, kept(broken_NC), self.num_generations)
-        costs = self.rounds.constraint_weights
-        return totals - (broken_NC * broken_NC.new_tensor(costs)).sum(dim=1)
+        constraints.load_state_dict(self.rounds.constraint_weights or ())
+        size = self.num_generations
+        compared = [
+            constraints.compared(totals_G, known(rewards_GR))
+            for totals_G, rewards_GR in zip(
+                known(totals.view(-1, size).tolist()),
+                rewards.unflatten(0, (-1, size)).tolist(),
+                strict=True,
+            )
+        ]
+        return rewards.new_tensor(np.array(compared, float), dtype=torch.float64).flatten()
 
     def _fill_in(self, inputs: dict[str, Any], logps: Tensor) -> None:
         """Also measure how far the policy is from the one that wrote the tokens, and apply the trust region.
@@ -291,40 +299,3 @@ def whole_sequences(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 def _by_token(advantages: Tensor) -> Tensor:
     return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-
-
-# -- rewards under constraints (CGPO, arXiv 2409.20370) ------------------------------------------------------------------
-# `_N` are completions, whole groups next to each other, and NaN is a reward that nothing gave. The paper compares with
-# one given answer a prompt, and here the baseline is the mean of the prompt's own completions.
-
-
-def broken(rewards_NR: Tensor, constraints: Sequence[Constraint]) -> Tensor:
-    """(N, C) float64: 1 where a completion breaks a constraint, 0 where it keeps it, NaN where that is not known."""
-    values_NC = rewards_NR[:, [constraint.source for constraint in constraints]]
-    least_C = values_NC.new_tensor([constraint.least for constraint in constraints])
-    return torch.where(values_NC.isnan(), torch.nan, (values_NC < least_C).double())
-
-
-def kept(broken_NC: Tensor) -> Tensor:
-    """(N,): 1 where all constraints hold, 0 where one is broken, whatever is known of the others, else NaN.
-
-    All must hold, as in the paper's text; its Algorithm 1 writes "or".
-    """
-    any_broken = (broken_NC == 1).any(dim=1)
-    unknown = broken_NC.isnan().any(dim=1) & ~any_broken
-    return (~any_broken).double().masked_fill(unknown, torch.nan)
-
-
-def calibrated(totals: Tensor, baseline: Tensor | float) -> Tensor:
-    """sigmoid(r - baseline): how likely a completion is preferred to the baseline (eq. 5), between 0 and 1."""
-    return torch.sigmoid(totals.double() - baseline)
-
-
-def gated(totals_N: Tensor, kept_N: Tensor, group_size: int) -> Tensor:
-    """`calibrated` by the group's mean where all constraints hold, else 0 (eq. 8), so below any that holds them.
-
-    A 0 counts: unlike a completion that is left out, it lowers the mean and has a negative advantage.
-    """
-    totals_PG = totals_N.double().view(-1, group_size)
-    rewards_PG = calibrated(totals_PG, totals_PG.nanmean(dim=1, keepdim=True))
-    return (rewards_PG.flatten() * kept_N).masked_fill(kept_N.isnan(), torch.nan)

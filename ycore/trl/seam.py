@@ -342,11 +342,11 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         if self.multi_objective_aggregation == "normalize_then_sum" and self._advantage is None:
             weights = self.reward_weights.tolist()
             sums = [
-                normalized_sums(_known(rewards_GR), weights)
+                normalized_sums(known(rewards_GR), weights)
                 for rewards_GR in self._rewards.view(-1, size, len(weights)).tolist()
             ]
         else:
-            sums = _known(self._totals(self._rewards).view(-1, size).tolist())
+            sums = known(self._totals(self._rewards).view(-1, size).tolist())
         return any(rewards_differ(sums_G) for sums_G in sums)
 
     def _weighted_sums(self, rewards: Tensor) -> Tensor:
@@ -573,6 +573,6 @@ def texts_stay_local(num_sequences: int, *, logs_completions: bool) -> Iterator[
         grpo_trainer.gather_object = gather_object
 
 
-def _known(rewards: list[list[float]]) -> list[list[float | None]]:
+def known(rewards: list[list[float]]) -> list[list[float | None]]:
     """Return the rewards with None in place of NaN."""
     return [[None if math.isnan(reward) else reward for reward in row] for row in rewards]

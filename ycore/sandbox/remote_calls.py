@@ -180,21 +180,13 @@ class Handle:
 
     __call__ = partialmethod(_ask, "__call__")
     __getitem__ = partialmethod(_ask, "__getitem__")
+    __next__ = partialmethod(_ask, "__next__")
+    __len__ = partialmethod(_ask, "__len__")
+    __bool__ = partialmethod(_ask, "__bool__")
+    __str__ = partialmethod(_ask, "__str__")
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._ask("__iter__"))
-
-    def __next__(self) -> Any:
-        return self._ask("__next__")
-
-    def __len__(self) -> int:
-        return int(self._ask("__len__"))
-
-    def __bool__(self) -> bool:
-        return self._ask("__bool__") is True
-
-    def __str__(self) -> str:
-        return str(self._ask("__str__"))
 
     def __eq__(self, other: object) -> bool:
         return self is other or (

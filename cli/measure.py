@@ -227,12 +227,11 @@ def evaluate_models(
 
 def _evaluation_configs(context: typer.Context, output: str | None) -> "list[RunConfig]":
     """Resolve a config for each model; several have folders of their own in one."""
-    from ycore.api.evaluations import check_models_differ, with_folders
+    from ycore.api.evaluations import with_folders
     from ycore.api.run_settings import unused_folder
     from ycore.config.resolve import require_rollouts
 
     models = context.params["model"] or [None]
-    check_models_differ(models)
     configs = []
     for model in models:
         context.params["model"] = model

@@ -44,17 +44,15 @@ def run_evaluations(configs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
         return {config.model: run_worker(EVALUATOR, config) for config in configs}
 
 
-def check_models_differ(models: Sequence[str | None]) -> None:
-    if len(set(models)) < len(models):
-        raise ConfigError(
-            f"the models to compare must differ; they are {', '.join(map(str, models))}; name each once"
-        )
-
-
 def with_folders(configs: Sequence[RunConfig], root: str) -> list[RunConfig]:
     """Put one evaluation into `root`, or each of several into a folder of its own there; ConfigError for `pairs`."""
     if len(configs) == 1:
         return [configs[0].model_copy(update={"output": root})]
+    models = [config.model for config in configs]
+    if len(set(models)) < len(models):
+        raise ConfigError(
+            f"the models to compare must differ; they are {', '.join(models)}; name each once"
+        )
     if configs[0].given_pairs:
         raise ConfigError(
             "pairs measure who scores, and several models write; give one --model, and several --reward"

@@ -160,8 +160,11 @@ class GroupConfig(AdvantageConfig):
                 "others of its group; it is 1; e.g. --group-size 8, or --advantage reinforce++, or ycore ppo"
             )
         self._check_constraints()
-        if self.kl_in == "reward":
-            self._check_kl()
+        if self.kl_in == "reward" and self.advantage != TOKEN_ADVANTAGE:
+            raise ConfigError(
+                f"kl_in=reward needs advantages by token, and advantage {self.advantage} has one a completion; "
+                "take ycore ppo, --advantage reinforce++, or --set kl_in=loss"
+            )
         if self.pays_turns and not self.env:
             raise ConfigError(
                 f"--advantage {TURN_ADVANTAGE} learns from rewards of turns, which only an environment gives; say "
@@ -185,13 +188,6 @@ class GroupConfig(AdvantageConfig):
         if self.constraints.by == "lagrangian" and self.advantage == CRPG:
             raise ConfigError(
                 f"--advantage {CRPG} gates the reward; leave constraints.by out, or take another advantage"
-            )
-
-    def _check_kl(self) -> None:
-        if self.advantage != TOKEN_ADVANTAGE:
-            raise ConfigError(
-                f"kl_in=reward needs advantages by token, and advantage {self.advantage} has one a completion; "
-                "take ycore ppo, --advantage reinforce++, or --set kl_in=loss"
             )
 
 

@@ -111,11 +111,6 @@ def is_teacher(spec: RewardConfig) -> bool:
     return spec.reward.startswith(TEACHER)
 
 
-def teachers_of(specs: Sequence[RewardConfig]) -> list[int]:
-    """Which of the sources are teachers."""
-    return [source for source, spec in enumerate(specs) if is_teacher(spec)]
-
-
 def with_declarations(config: _Scored) -> _Scored:
     """Read every judge's file into its reward's `args`; RewardError where a declaration cannot work."""
     keys = {"rewards": config.rewards, "eval_rewards": config.eval_rewards}

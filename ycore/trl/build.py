@@ -86,7 +86,13 @@ def build_trainer(
         **(arguments.get("model_init_kwargs") or {}),
     }
     if config.quantize is not None:
-        data["quantization_config"] = _quantization(compute_dtype(config))
+        # NF4 with doubly quantised scales (QLoRA, arXiv 2305.14314, section 3).
+        data["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute_dtype(config),
+        )
     settings = trainer_class.config_class(**arguments)
     if isinstance(config, RunConfig):
         # TRL's class takes no groups of one, and its trainer does.
@@ -239,16 +245,6 @@ def refuse_lost_adapters(model: torch.nn.Module) -> None:
                 "may be the embedding's too (tie_word_embeddings); leave it out of lora.target_modules, or train every "
                 "weight with --full"
             )
-
-
-def _quantization(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """NF4 with doubly quantised scales (QLoRA, arXiv 2305.14314, section 3)."""
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
 
 
 def _store_trained_in_float32(model: torch.nn.Module) -> None:

@@ -25,7 +25,7 @@ from trl import GRPOConfig
 from ycore.advantages import ESTIMATORS
 from ycore.config.learners import DistillConfig, DistillSettings
 from ycore.errors import ConfigError
-from ycore.judge.sources import teacher_of, teachers_of
+from ycore.judge.sources import is_teacher, teacher_of
 from ycore.models.fetch import fetch_named
 from ycore.trl.batches import loss_mask
 from ycore.trl.forward import Compare, PaddedRows, has_plain_logits, packed_scores, score_tokens
@@ -64,7 +64,8 @@ class Trainer(PolicyGradientTrainer):
     @classmethod
     def settings_of(cls, config: DistillConfig, model: Path) -> dict[str, Any]:
         """Also which sources are teachers, and the folders of those that the trainer holds."""
-        teachers = teachers_of(config.rewards)
+        rewards = enumerate(config.rewards)
+        teachers = [source for source, spec in rewards if is_teacher(spec)]
         settings = {**super().settings_of(config, model), "teachers": teachers}
         if config.teaches_exactly:  # the launcher has fetched the models
             names = [teacher_of(config.rewards[source]).model for source in teachers]

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
-from accelerate.utils import gather, set_seed
+from accelerate.utils import gather, send_to_device, set_seed
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -176,13 +176,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         """Continue from there; call it before `train`."""
         self._step = position.micro_step
         self.use_vllm = position.has_engine_logps
-        self._buffered_inputs = position.micro_batches and [
-            {name: self._on_device(value) for name, value in batch.items()}
-            for batch in position.micro_batches
-        ]
-
-    def _on_device(self, value: Any) -> Any:
-        return value.to(self.accelerator.device) if isinstance(value, Tensor) else value
+        self._buffered_inputs = send_to_device(position.micro_batches, self.accelerator.device)
 
     @property
     def _uses_per_round(self) -> int:

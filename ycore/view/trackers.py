@@ -166,7 +166,8 @@ def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, 
     if "tensorboard" in names:
         with _tolerate_failure("tensorboard"), _new_writer(folder) as writer:
             _add_settings(writer, folder)
-            _add_numbers(writer, numbers, step=step)
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
 
 
 def tell_failure(config: BaseConfig, folder: RunFolder, error: str) -> None:
@@ -373,11 +374,6 @@ def _add_completions(writer: Any, rows: Rows, *, step: int) -> None:
         }
         texts.append(f"{json.dumps(facts)}\n\n```\n{row['prompt']}\n\n{row['completion']}\n```")
     writer.add_text(_COMPLETIONS, "\n\n---\n\n".join(texts), step)
-
-
-def _add_numbers(writer: Any, numbers: Mapping[str, float], *, step: int) -> None:
-    for name, value in numbers.items():
-        writer.add_scalar(name, value, step)
 
 
 def _main() -> None:

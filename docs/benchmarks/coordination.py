@@ -38,7 +38,7 @@ from ycore.engine.vllm_engine import VllmEngine
 from ycore.placement.placement import DYNAMIC, SlotPool
 from ycore.placement.service import RemoteAllocator
 from ycore.placement.slots import Slots
-from ycore.round.peers import Peers, TorchPeers
+from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.step import Controller
 from ycore.scoring.reward_pool import RewardPool, RuleScorer
@@ -67,7 +67,6 @@ class MadeUpRewards(RewardPool):
 
 def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Path) -> None:
     """One controller, from its first round to its last; its processor seconds and bytes go to `answer`."""
-    peers: Peers | TorchPeers = Peers()
     pool, remote = SlotPool(len(engines)), None
     if world > 1:
         dist.init_process_group(
@@ -76,7 +75,7 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
         remote = RemoteAllocator(
             Path(job["allocator"]), pool, DYNAMIC, rank=rank, num_ranks=world
         )
-        peers = TorchPeers()
+    peers = Peers()
     payload = tuple(
         random.Random(rank).randrange(10_000, 100_000) for _ in range(job["payload_bytes"] // 6)
     )

@@ -61,7 +61,7 @@ from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
 from ycore.placement.service import RemoteAllocator, home_rank
 from ycore.placement.slots import Slots
 from ycore.rollout.turns import completion_seed
-from ycore.round.peers import Peers, TorchPeers
+from ycore.round.peers import Peers
 from ycore.round.sampling import AcceptanceRate, DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.tasks import together
@@ -183,7 +183,7 @@ class Contestant:
         allocator = Allocator(pool_of(job), parse_placement(words)) if remote is None else None
         rank, num_ranks = (0, 1) if remote is None else (remote.rank, remote.num_ranks)
         self.leads = rank == 0
-        self.peers = TorchPeers() if remote is not None else Peers()
+        self.peers = Peers()
         own = {slot for slot in range(2) if home_rank(slot, num_ranks) == rank}
         engines_asleep = sleepers(engines, own) if job.asleep else None
         trace = TraceWriter(self.trace)

@@ -25,7 +25,7 @@ from ycore.errors import EngineError, YcoreError
 from ycore.round.ahead import ControllerAhead
 from ycore.round.curriculum import Curriculum
 from ycore.round.in_flight import InFlight
-from ycore.round.peers import TorchPeers
+from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.step import Controller
 from ycore.scoring.reward_pool import RewardPool
@@ -76,7 +76,7 @@ class ScriptedEngine(Engine):
 
 
 def make_rounds(
-    peers: TorchPeers,
+    peers: Peers,
     engine: Engine,
     folder: Path,
     *,
@@ -117,7 +117,7 @@ def told(groups: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
-def a_round(peers: TorchPeers, folder: Path, **settings: Any) -> dict[str, Any]:
+def a_round(peers: Peers, folder: Path, **settings: Any) -> dict[str, Any]:
     wait_s = (
         0.4 if peers.rank else 0.05
     )  # rank 0 is idle by the time that rank 1 finds its groups wanting
@@ -141,15 +141,15 @@ def a_round(peers: TorchPeers, folder: Path, **settings: Any) -> dict[str, Any]:
     }
 
 
-def dynamic(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+def dynamic(peers: Peers, folder: Path) -> dict[str, Any]:
     return a_round(peers, folder, dynamic=True, max_tries=8)
 
 
-def plain(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+def plain(peers: Peers, folder: Path) -> dict[str, Any]:
     return a_round(peers, folder)
 
 
-def slow_and_fast(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+def slow_and_fast(peers: Peers, folder: Path) -> dict[str, Any]:
     """Engines of unequal speed that take one group at a time: what is not begun is whoever's is free."""
     rounds = make_rounds(
         peers, ScriptedEngine(wait_s=0.4 if peers.rank else 0.02), folder, max_in_flight=1
@@ -161,7 +161,7 @@ def slow_and_fast(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     return {"groups": told(groups), "drawn": rounds.draws.cursor}
 
 
-def exchange(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+def exchange(peers: Peers, folder: Path) -> dict[str, Any]:
     """What passes is what was sent, and the senders count it."""
     rounds = make_rounds(peers, ScriptedEngine(), folder)
     try:
@@ -178,7 +178,7 @@ def exchange(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     }
 
 
-def curriculum(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+def curriculum(peers: Peers, folder: Path) -> dict[str, Any]:
     """Three epochs of 64 rows, of which 24 are flat; from the second on, those come up less often."""
     rounds = make_rounds(peers, ScriptedEngine(), folder, dynamic=True, max_tries=8)
     rounds.draws.curriculum = Curriculum(seed=5, drop_after=0)
@@ -193,7 +193,7 @@ def curriculum(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     return {"state": state, "asked": [[one.position, one.prompt.row] for one in asked]}
 
 
-def ahead(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+def ahead(peers: Peers, folder: Path) -> dict[str, Any]:
     """Rounds one step ahead, while this thread adds up gradients with the other rank."""
     make = partial(ControllerAhead, num_steps=4, max_staleness=1)
     rounds = make_rounds(
@@ -220,7 +220,7 @@ def ahead(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     return {"steps": seen, "sums": sums}
 
 
-def carried(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+def carried(peers: Peers, folder: Path) -> dict[str, Any]:
     """Twice as many groups as are needed; what is not whole goes on in the next round."""
     make = partial(make_in_flight, Controller, max_age=9)
     rounds = make_rounds(
@@ -239,7 +239,7 @@ def carried(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     return {"steps": seen, **not_trained_on(rounds)}
 
 
-def stream(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+def stream(peers: Peers, folder: Path) -> dict[str, Any]:
     """Weights come between two tokens, while this thread adds up gradients with the other rank."""
     make = partial(
         make_in_flight,
@@ -291,7 +291,7 @@ def not_trained_on(rounds: Controller) -> dict[str, Any]:
     }
 
 
-def absent(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+def absent(peers: Peers, folder: Path) -> dict[str, Any]:
     """Rank 1 does not come to a collective in time."""
     if peers.rank:
         time.sleep(4)
@@ -304,17 +304,17 @@ def absent(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     return {"message": "it came all the same"}
 
 
-def stopped(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+def stopped(peers: Peers, folder: Path) -> dict[str, Any]:
     """Rank 1 is asked to stop while both generate; rank 0 hears of it."""
     return stops(peers, ScriptedEngine(hangs=True), folder)
 
 
-def stopped_while_waited_for(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+def stopped_while_waited_for(peers: Peers, folder: Path) -> dict[str, Any]:
     """Rank 1 is asked to stop when rank 0 has all its groups and waits."""
     return stops(peers, ScriptedEngine(hangs=peers.rank == 1), folder)
 
 
-def stops(peers: TorchPeers, engine: ScriptedEngine, folder: Path) -> dict[str, Any]:
+def stops(peers: Peers, engine: ScriptedEngine, folder: Path) -> dict[str, Any]:
     rounds = make_rounds(peers, engine, folder)
     try:
         if peers.rank == 1:
@@ -340,7 +340,7 @@ def outcome(rounds: Controller) -> dict[str, Any]:
 def main() -> None:
     names, folder = sys.argv[1].split(","), Path(sys.argv[2])
     dist.init_process_group("gloo")
-    peers = TorchPeers()
+    peers = Peers()
     for name in names:
         seen = globals()[name](peers, folder)
         (folder / f"{name}-{peers.rank}.json").write_text(json.dumps(seen))

@@ -131,7 +131,8 @@ def test_a_round_from_the_journal_has_the_metrics_of_when_it_was_new_but_its_tim
 
 def test_a_round_that_another_rank_lacks_is_generated_anew(make: Make, tmp_path: Path) -> None:
     class OneOfTwo(Peers):
-        world = 2
+        def add_up(self, values: Sequence[float]) -> list[float]:
+            return [value / 2 for value in values]
 
     make(tmp_path).next_round(step=0, num_groups=1)
     recorded = dict[str, float]()

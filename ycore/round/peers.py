@@ -1,7 +1,7 @@
 """Exchange between the ranks of a run: counts while a round runs, the deal at its end, and the groups that move.
 
 A rank sees no prompt or completion of another rank but those dealt to it. Every rank computes the same deal from the
-same numbers, so no rank leads. `Peers` is the exchange of a run with one rank; `TorchPeers` extends it to many.
+same numbers, so no rank leads.
 """
 
 import asyncio
@@ -54,73 +54,6 @@ class Counts:
         return self.drawn - self.in_flight
 
 
-class Tally:
-    """One round's counts over all ranks. `need`: groups that all ranks need together."""
-
-    def __init__(self, *, need: int, ready: int, starts: int) -> None:
-        self.need = need
-        self._counts = Counts(ready, starts, starts)
-
-    async def add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
-        """Add what this rank has done; returns all three counts at that moment."""
-        now = self._counts
-        self._counts = Counts(now.kept + kept, now.in_flight + in_flight, now.drawn + drawn)
-        return self._counts
-
-    async def look(self) -> Counts:
-        """The counts as far as this rank knows."""
-        return self._counts
-
-    async def news(self) -> None:
-        """Return when it is time to look again."""
-        await asyncio.sleep(_LOOK_S)
-
-
-class Peers:
-    """The exchange with other ranks; this class has none. All ranks call these methods in the same order."""
-
-    rank, world, bytes_sent = 0, 1, 0
-
-    async def open_tally(self, *, need: int, ready: int, starts: int) -> Tally:
-        """Begin a round in which every rank needs `need` groups; this one has `ready` of them and starts `starts`."""
-        return Tally(need=need, ready=ready, starts=starts)
-
-    async def meet(self, *, stopping: bool, name: str = "meeting") -> bool:
-        """Wait until every rank calls this; returns whether any of them is stopping, the same on all ranks.
-
-        Unlike a collective it does not block the event loop. Threads meet those of other ranks under another `name`.
-        """
-        return stopping
-
-    def gather_summaries(self, summaries: Sequence[GroupSummary]) -> list[GroupSummary]:
-        """Every rank's summaries; all ranks get the same list."""
-        return list(summaries)
-
-    def exchange(
-        self, moves: Sequence[tuple[GroupSummary, int]], groups: Sequence[Group]
-    ) -> dict[tuple[int, int], Group]:
-        """Send and receive the groups that change ranks; returns those received, by the key of their summary.
-
-        `moves` are summaries and the ranks that receive them, in an order that all ranks share. A summary's `index` counts
-        in `groups`, its rank's.
-        """
-        assert not moves, "a single rank has no other to give groups to"
-        return {}
-
-    def add_up(self, values: Sequence[float]) -> list[float]:
-        """Each value's sum over all ranks."""
-        return list(values)
-
-    def ask_to_stop(self) -> None:
-        """Make `stop_asked` true on every rank."""
-
-    def stop_asked(self) -> bool:
-        """Whether any rank called `ask_to_stop`."""
-        return False
-
-
-# -- over torch.distributed: counts, meetings, summaries and the groups that move, in its store ----------------------
-
 _STOP = "stop"
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
 _PATIENCE = 0.05  # of the time waited so far, to the next look: waiting long costs little, waiting short ends soon
@@ -134,53 +67,63 @@ def _pause_s(began: float) -> float:
     return min(_LAST_LOOK_S, max(_FIRST_LOOK_S, _PATIENCE * (time.monotonic() - began)))
 
 
-class TorchTally(Tally):
-    def __init__(
-        self, store: dist.Store, key: str, *, need: int, ready: int, starts: int
-    ) -> None:
+class Tally:
+    """One round's counts over all ranks. `need`: groups that all ranks need together."""
+
+    def __init__(self, store: dist.Store, key: str, *, need: int) -> None:
         self.need = need
         self._store = store
         self._key = key
-        self._add(kept=ready, in_flight=starts, drawn=starts)
 
     async def add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
-        return self._add(kept=kept, in_flight=in_flight, drawn=drawn)
-
-    async def look(self) -> Counts:
-        return self._add()
-
-    def _add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
+        """Add what this rank has done; returns all three counts at that moment."""
         total = int(self._store.add(self._key, kept + _FIELD * (in_flight + _FIELD * drawn)))
         return Counts(total % _FIELD, total // _FIELD % _FIELD, total // _FIELD**2)
 
+    async def look(self) -> Counts:
+        """The counts as far as this rank knows."""
+        return await self.add()
 
-class TorchPeers(Peers):
-    """All ranks of a run, over the store in which they met. `bytes_sent` counts the groups that it sent.
+    async def news(self) -> None:
+        """Return when it is time to look again."""
+        await asyncio.sleep(_LOOK_S)
 
-    A process group of its own would connect all ranks to each other once more.
+
+class Peers:
+    """The ranks of a run, in the store of torch.distributed in which they met; one alone has a store in its memory.
+
+    All ranks call these methods in the same order. `bytes_sent` counts the groups that this one sent. A process group of
+    its own would connect all ranks to each other once more.
     """
 
     def __init__(self, *, timeout_s: float = 300.0) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world = 0, 1
+        store: dist.Store = dist.HashStore()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            store = _get_default_store()
         self._timeout_s = timeout_s
         self.bytes_sent = 0
-        self._store = dist.PrefixStore("ycore/", _get_default_store())
+        self._store = dist.PrefixStore("ycore/", store)
         self._num_rounds = self._num_gathered = 0
         self._num_meetings: Counter[str] = Counter()
 
     async def open_tally(self, *, need: int, ready: int, starts: int) -> Tally:
+        """Begin a round in which every rank needs `need` groups; this one has `ready` of them and starts `starts`."""
         self._num_rounds += 1
         if self.rank == 0 and self._num_rounds > 2:
             self._store.delete_key(f"round{self._num_rounds - 2}")
-        all_need = need * self.world
-        tally = TorchTally(
-            self._store, f"round{self._num_rounds}", need=all_need, ready=ready, starts=starts
-        )
+        tally = Tally(self._store, f"round{self._num_rounds}", need=need * self.world)
+        await tally.add(kept=ready, in_flight=starts, drawn=starts)
         # No rank reads counts to which another has not yet added.
         self._gather("beginning a round", None)
         return tally
 
     async def meet(self, *, stopping: bool, name: str = "meeting") -> bool:
+        """Wait until every rank calls this; returns whether any of them is stopping, the same on all ranks.
+
+        Unlike a collective it does not block the event loop. Threads meet those of other ranks under another `name`.
+        """
         self._num_meetings[name] += 1
         number = self._num_meetings[name]
         # One number for both counts, so that a rank arrives and says whether it is stopping at the same moment.
@@ -196,6 +139,7 @@ class TorchPeers(Peers):
         return arrived >= _FIELD
 
     def gather_summaries(self, summaries: Sequence[GroupSummary]) -> list[GroupSummary]:
+        """Every rank's summaries; all ranks get the same list."""
         rows = [[s.index, s.position, s.cost, s.teaches, s.stats] for s in summaries]
         tables = self._gather("dealing out a round", rows)
         return [
@@ -207,6 +151,11 @@ class TorchPeers(Peers):
     def exchange(
         self, moves: Sequence[tuple[GroupSummary, int]], groups: Sequence[Group]
     ) -> dict[tuple[int, int], Group]:
+        """Send and receive the groups that change ranks; returns those received, by the key of their summary.
+
+        `moves` are summaries and the ranks that receive them, in an order that all ranks share. A summary's `index` counts
+        in `groups`, its rank's.
+        """
         if not moves:
             return {}
         for summary, _ in moves:
@@ -223,6 +172,7 @@ class TorchPeers(Peers):
         return received
 
     def add_up(self, values: Sequence[float]) -> list[float]:
+        """Each value's sum over all ranks."""
         tables = self._gather("adding up", list(values))
         return [float(sum(column)) for column in zip(*tables, strict=True)]
 
@@ -256,9 +206,11 @@ class TorchPeers(Peers):
         return tables
 
     def ask_to_stop(self) -> None:
+        """Make `stop_asked` true on every rank."""
         self._store.set(_STOP, str(self.rank))
 
     def stop_asked(self) -> bool:
+        """Whether any rank called `ask_to_stop`."""
         return bool(self._store.check([_STOP]))
 
 

@@ -14,7 +14,7 @@ from ycore.evaluation.during_training import RolloutEvaluation
 from ycore.rollout.agents import AgentWriter
 from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
-from ycore.round.peers import Peers, TorchPeers
+from ycore.round.peers import Peers
 from ycore.round.step import Controller
 from ycore.run.claim import contents_of
 from ycore.run.files import write_json_atomic
@@ -45,7 +45,7 @@ class RolloutRun(TrainingRun):
         )
         if parts.sight is not None:
             self.trainer.open_image = parts.sight.store.open
-        self._peers = self._make_peers()
+        self._peers = Peers(timeout_s=parts.config.collective_timeout_s)
         self.controller = self.step_metrics.controller = self._make_controller()
         self.stop = self.controller.stop  # which also ends a round that is being generated
         self.save_with(self._take_rounds())
@@ -54,11 +54,6 @@ class RolloutRun(TrainingRun):
         self._evaluation = RolloutEvaluation(self, parts.config, self.controller, held_out)
         # It comes after the checkpoints', which remember the step's end.
         self.trainer.add_callback(self._evaluation)
-
-    def _make_peers(self) -> Peers:
-        if self.trainer.accelerator.num_processes == 1:
-            return Peers()
-        return TorchPeers(timeout_s=self._parts.config.collective_timeout_s)
 
     def _make_controller(self) -> Controller:
         parts, peers, engines = self._parts, self._peers, self._engines()

@@ -11,7 +11,9 @@ import torch
 
 from ycore.types import Group, Image, Prompt, Score, in_blocks
 
-MicroBatches = list[dict[str, torch.Tensor | list[Any] | None]]
+Batch = dict[str, Any]
+"""A batch of TRL's: tensors with a row for each sequence, and numbers, by TRL's names and ycore's."""
+MicroBatches = list[Batch]
 """TRL's split of a round: tensors by name, lists for images, and None for what the model does not take."""
 
 
@@ -130,7 +132,7 @@ def token_lags(sequences: Sequence[FlatSequence], width: int, *, step: int) -> t
     return lags_BT
 
 
-def loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
+def loss_mask(inputs: Batch) -> torch.Tensor:
     """(B, T), 1 at the tokens that are learned from, as in TRL's loss: neither padding nor the environment's."""
     mask: torch.Tensor = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask

@@ -27,7 +27,7 @@ from ycore.config.learners import DistillConfig, DistillSettings
 from ycore.errors import ConfigError
 from ycore.judge.sources import is_teacher, teacher_of
 from ycore.models.fetch import fetch_named
-from ycore.trl.batches import loss_mask
+from ycore.trl.batches import Batch, loss_mask
 from ycore.trl.forward import Compare, PaddedRows, has_plain_logits, packed_scores, score_tokens
 from ycore.trl.packing import IGNORE, path_of, use_segments
 from ycore.trl.policy_gradient import PolicyGradientTrainer
@@ -106,7 +106,7 @@ class Trainer(PolicyGradientTrainer):
 
     # -- the round ---------------------------------------------------------------------------------------------------
 
-    def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def _replaced_advantages(self, batch: Batch) -> dict[str, Tensor]:
         """Advantages, (B, T): the teachers' of each token, and the rewards' of its completion.
 
         With an exact divergence the rewards' alone, and the weight of each teacher's divergence, (B, S), which is 0
@@ -169,7 +169,7 @@ class Trainer(PolicyGradientTrainer):
         )
         return logps, entropies
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
         """TRL's loss, and each teacher's exact divergence: the mean over the tokens of the whole step."""
         loss = super()._compute_loss(model, inputs)
         if not self.frozen_models:

@@ -6,7 +6,6 @@ REINFORCE++ and MT-GRPO have an advantage for each token or turn; a reward for e
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from trl.experimental.gmpo import GMPOTrainer
 
 from ycore.advantages import ESTIMATORS, TOKEN_ADVANTAGE, TURN_ADVANTAGE
 from ycore.config.learners import GroupConfig
-from ycore.trl.batches import loss_mask
+from ycore.trl.batches import Batch, loss_mask
 from ycore.trl.policy_gradient import PolicyGradientTrainer
 from ycore.trl.returns import last_token, to_go, whitened
 
@@ -36,7 +35,7 @@ class TokenRewardTrainer(PolicyGradientTrainer):
     config_class = GRPOConfig
     skips_equal_rewards = False
 
-    def _token_rewards(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _token_rewards(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Rewards of this rank's tokens, (B, T) float64, and the mask of the tokens that have one.
 
         The score is at the completion's last token. With the KL in the reward each token also has
@@ -63,7 +62,7 @@ class ReinforceTrainer(TokenRewardTrainer):
     all ranks.
     """
 
-    def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def _replaced_advantages(self, batch: Batch) -> dict[str, Tensor]:
         rewards, mask = self._token_rewards(batch)
         return {"advantages": whitened(to_go(rewards), mask, self._add_up).float()}
 
@@ -78,7 +77,7 @@ class TurnRewardTrainer(PolicyGradientTrainer):
     config_class = GRPOConfig
     skips_equal_rewards = False
 
-    def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def _replaced_advantages(self, batch: Batch) -> dict[str, Tensor]:
         mask = loss_mask(batch)
         outcome = self._estimated_advantages(ESTIMATORS["group"]).unsqueeze(1)
         return {"advantages": outcome * mask + self._turn_advantages(mask)}

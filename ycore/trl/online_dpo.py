@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ycore.config.learners import OnlineDPOConfig
 from ycore.errors import ConfigError
 from ycore.scoring.group_rewards import TOLERANCE
-from ycore.trl.batches import loss_mask
+from ycore.trl.batches import Batch, loss_mask
 from ycore.trl.policy_gradient import PolicyGradientTrainer, whole_sequences
 
 
@@ -29,7 +29,7 @@ class _PairLoss(GRPOTrainer):
     likelihood = 0.0
     """Weight of the best completion's mean log-probability (CODPO, eq. 14)."""
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
         ids, attention_mask = whole_sequences(inputs)
         width = inputs["completion_ids"].size(1)
         size = self.num_generations
@@ -86,7 +86,7 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
             "likelihood": config.constraints.likelihood,
         }
 
-    def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def _replaced_advantages(self, batch: Batch) -> dict[str, Tensor]:
         """Add what the loss needs: the rewards, and the groups of an optimizer step, a rank.
 
         A completion with no token to learn from, such as one that was truncated and is masked, is not compared.

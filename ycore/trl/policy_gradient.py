@@ -20,7 +20,7 @@ from ycore.config.learners import (
     PPOConfig,
 )
 from ycore.scoring.group_rewards import Constraints
-from ycore.trl.batches import loss_mask
+from ycore.trl.batches import Batch, loss_mask
 from ycore.trl.importance import (
     behaviour_logps,
     effective_share,
@@ -86,7 +86,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
             settings["kl_in"] = config.kl_in
         return settings
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
         beta = self.beta
         if self._kl_in_reward:  # or the same KL would count twice
             self.beta = 0.0
@@ -104,7 +104,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
             self._rewards = rewards = rewards.where(is_kept.unsqueeze(1), torch.nan)
         return rewards
 
-    def _batch_loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+    def _batch_loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
         """TRL's loss, or one's own over the same forward.
 
         One by token is averaged over the tokens of the optimizer step, as TRL's `dapo`; a number over micro-batches.
@@ -142,7 +142,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
             return (loss * mask).sum() / self._step_tokens(batch)
         return loss / self.current_gradient_accumulation_steps
 
-    def _complete(self, batch: dict[str, Any], step: int) -> None:
+    def _complete(self, batch: Batch, step: int) -> None:
         super()._complete(batch, step)
         if "loss" in self._functions:
             batch["totals"] = self._of_this_rank(self._totals(self._rewards))
@@ -155,7 +155,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
             weights_B = prompt_weights(advantages_BT, mask, self.num_generations, self._add_up)
             batch["advantages"] = advantages_BT * weights_B.unsqueeze(1).float()
 
-    def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def _replaced_advantages(self, batch: Batch) -> dict[str, Tensor]:
         if "advantage" not in self._functions:
             return super()._replaced_advantages(batch)
         by_group = [
@@ -198,7 +198,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         ]
         return rewards.new_tensor(np.array(compared, float), dtype=torch.float64).flatten()
 
-    def _fill_in(self, inputs: dict[str, Any], logps: Tensor) -> None:
+    def _fill_in(self, inputs: Batch, logps: Tensor) -> None:
         """Also measure how far the policy is from the one that wrote the tokens, and apply the trust region.
 
         A region's weight is put into the advantages, and TRL's own ratio and weight become 1: the gradient of a token
@@ -231,12 +231,12 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         inputs["old_per_token_logps"] = logps
         inputs["importance_sampling_ratio"] = torch.ones_like(logps)
 
-    def _log_ratios(self, batch: dict[str, Any]) -> Tensor:
+    def _log_ratios(self, batch: Batch) -> Tensor:
         """log(pi_old / pi_ref), (B, T) float64, whose reference leaves the batch: the loss then has no KL."""
         reference: Tensor = batch.pop("ref_per_token_logps")
         return (self._old_logps(batch) - reference).double()
 
-    def _old_logps(self, batch: dict[str, Any]) -> Tensor:
+    def _old_logps(self, batch: Batch) -> Tensor:
         """Log-probabilities, (B, T), by the policy that begins the round, by the trainer's own forward."""
         old: Tensor | None = batch.get("old_per_token_logps")
         if old is not None:
@@ -248,7 +248,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         with torch.no_grad():
             return forward(self.model, ids, mask, width, batch_size=size)[0]
 
-    def _step_tokens(self, inputs: dict[str, Any]) -> Tensor:
+    def _step_tokens(self, inputs: Batch) -> Tensor:
         """Tokens of a whole optimizer step, a rank: what TRL's losses by token divide by."""
         in_round = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
         return (
@@ -289,7 +289,7 @@ def prompt_weights(
     return torch.where(counts_P, weights_P, 1).repeat_interleave(group_size)
 
 
-def whole_sequences(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def whole_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask of whole sequences, (B, P + T)."""
     return (
         torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),

@@ -28,6 +28,7 @@ from ycore.engine.sight import image_token_ids
 from ycore.scoring.group_rewards import normalized_sums, rewards_differ, weighted_sums
 from ycore.trl.base import DurableTrainer, bare
 from ycore.trl.batches import (
+    Batch,
     FlatSequence,
     RoundPosition,
     deal,
@@ -119,7 +120,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         self.logged_completions: list[dict[str, Any]] = []
         """The first completions of this rank's last round, by TRL's columns and what else is known of them."""
         self._rewards = torch.empty(0)
-        self._micro_batch: dict[str, Any] | None = None
+        self._micro_batch: Batch | None = None
         self._last_loaded_step = -1
         # The compact head gives no gradient of the entropy.
         is_plain = not self._entropy_bonus_enabled and not self.args.cast_lm_head_to_fp32
@@ -195,7 +196,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
     # -- the round -------------------------------------------------------------------------------------------------
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         """TRL calls it to generate a round and score it as one batch. ycore makes the round; TRL builds the batch."""
         step = self.state.global_step
         num_groups = len(inputs) // self.num_generations
@@ -214,14 +215,12 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         rows = [sequence.row for sequence in self._round]
         texts = texts_stay_local(len(rows), logs_completions=self.log_completions)
         with self._correction_left_to_the_loss(), texts:
-            batch: dict[str, Any] = super()._generate_and_score_completions(rows)
+            batch: Batch = super()._generate_and_score_completions(rows)
         self._complete(batch, step)
         self.logged_completions = self._rows_to_log(groups, batch)
         return batch
 
-    def _rows_to_log(
-        self, groups: Sequence[Group], batch: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+    def _rows_to_log(self, groups: Sequence[Group], batch: Batch) -> list[dict[str, Any]]:
         advantages = batch["advantages"][: self.num_logged].float()
         if advantages.ndim > 1:  # of tokens: their mean
             mask = loss_mask(batch)[: self.num_logged]
@@ -253,7 +252,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             )
         ]
 
-    def _complete(self, batch: dict[str, Any], step: int) -> None:
+    def _complete(self, batch: Batch, step: int) -> None:
         """Add to TRL's batch what ycore's forward and losses read."""
         device = self.accelerator.device
         self.has_gradient = self._some_rewards_differ()
@@ -305,7 +304,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         self._rewards = gather(torch.tensor(rewards, device=self.accelerator.device).float())
         return self._rewards
 
-    def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def _replaced_advantages(self, batch: Batch) -> dict[str, Tensor]:
         """Return what replaces TRL's advantages in the batch, and what else the loss needs; nothing keeps TRL's."""
         if self._advantage is None:
             return {}
@@ -378,12 +377,12 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest(), "big")
         )
 
-    def _dealt(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _dealt(self, batch: Batch) -> Batch:
         """The batch in the order of its micro-batches."""
         # Losses that depend on who shares a micro-batch keep TRL's own random ones.
         depends_on_batch = self.loss_type == "bnpo" or self.top_entropy_quantile < 1.0
         if depends_on_batch or self._entropy_bonus_enabled:
-            shuffled: dict[str, Any] = shuffle_sequence_dict(batch)
+            shuffled: Batch = shuffle_sequence_dict(batch)
             return shuffled
         args = self.args
         size = self.num_generations
@@ -416,7 +415,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             self.is_deepspeed_enabled or self.is_fsdp_enabled
         )
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
         """TRL computes the loss from the batch; ycore lets its forward fill in the correction and the reference.
 
         Where no group has an advantage, the gradient is zero without a forward; the optimizer's step is what it would
@@ -441,7 +440,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         finally:
             self._micro_batch = None
 
-    def _batch_loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+    def _batch_loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
         loss: Tensor = super()._compute_loss(model, batch)
         return loss
 
@@ -509,7 +508,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             return None
         return [sequence.mask or [1] * len(sequence.completion_ids) for sequence in self._round]
 
-    def _fill_in(self, inputs: dict[str, Any], logps: Tensor) -> None:
+    def _fill_in(self, inputs: Batch, logps: Tensor) -> None:
         """Give the loss what depends on its own forward: the importance weights, and the reference's stand-in."""
         if "sampling_per_token_logps" in inputs and self._learns_once:
             if self.vllm_importance_sampling_correction:
@@ -519,7 +518,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             reference = inputs["ref_per_token_logps"]
             inputs["ref_per_token_logps"] = stand_in(self._divergence, logps, reference)
 
-    def _fill_in_correction(self, inputs: dict[str, Any], logps: Tensor) -> None:
+    def _fill_in_correction(self, inputs: Batch, logps: Tensor) -> None:
         """Give the loss the importance weights that the batch was built without."""
         mask = loss_mask(inputs)
         ratio = importance_ratio(
@@ -535,7 +534,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         if weights.numel():
             self.record("sampling/importance_sampling_ratio/mean", weights.mean().item())
 
-    def _record_gap(self, logps: Tensor, inputs: dict[str, Any]) -> None:
+    def _record_gap(self, logps: Tensor, inputs: Batch) -> None:
         """The mean gap between engine and trainer: on the same weights, and on those of an earlier version."""
         is_fresh = inputs["lags"] == 0
         for name, counted in (("ycore/logprob_gap", is_fresh), ("ycore/stale_gap", ~is_fresh)):

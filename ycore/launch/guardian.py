@@ -22,7 +22,7 @@ import psutil
 
 from ycore.errors import RunError
 from ycore.run.claim import Claim
-from ycore.run.files import make_private
+from ycore.run.files import make_private, open_private
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER, is_alive
 from ycore.sandbox.watch import remove_tree
@@ -138,7 +138,7 @@ def guarded(folder: RunFolder, claim: Claim) -> Iterator[None]:
 
 def _start_guardian(folder: RunFolder, claim: Claim) -> "subprocess.Popen[bytes]":
     log = folder.log("guardian")
-    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
+    with open_private(log) as output:
         guardian = subprocess.Popen(
             # -P: a file called select.py where the user stands must not be imported in place of Python's own
             [sys.executable, "-P", "-m", "ycore.launch.guardian", str(folder.root.resolve())],

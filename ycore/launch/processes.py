@@ -23,7 +23,7 @@ from ycore.engine.kinds import KINDS
 from ycore.errors import Interrupted, RunError
 from ycore.launch.layout import Site
 from ycore.placement.placement import ALLOCATOR
-from ycore.run.files import read_json
+from ycore.run.files import open_private, read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER, Report, descendants, is_alive, read_report
 from ycore.run.secrets import secrets_environment
@@ -74,7 +74,7 @@ class ManagedProcess:
     ) -> None:
         self.name = name
         self.log = log
-        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
+        with open_private(log) as output:
             self._popen = subprocess.Popen(
                 list(command),
                 # Nothing that Python is told to run by name comes from the folder that the user stands in.
@@ -322,9 +322,7 @@ def write_stacks(processes: Iterable[psutil.Process], path: Path, *, why: str) -
     ycore's processes, and vLLM's engine core, write their stacks to their logs on SIGUSR2 (Python's faulthandler),
     even in the middle of a call that never ends. Of any other process, its state in the kernel is written instead.
     """
-    with open(
-        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8"
-    ) as file:
+    with open_private(path) as file:
         file.write(f"{why}\n")
         for process in processes:
             try:

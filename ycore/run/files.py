@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ycore.errors import RunError, RunFolderError
 
@@ -293,6 +293,13 @@ class LineFollower:
                 lines.append(line.removesuffix(b"\n"))
         self.num_lines += len(lines)
         return lines
+
+
+def open_private(path: Path) -> TextIO:
+    """Open a file for text at its end; whoever makes it is the only one who can read it."""
+    return open(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8"
+    )
 
 
 def make_private(path: Path) -> None:

@@ -11,9 +11,16 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, Protocol
 
-from ycore.run.files import LineFollower, json_safe, read_own, sync, write_bytes_atomic
+from ycore.run.files import (
+    LineFollower,
+    json_safe,
+    open_private,
+    read_own,
+    sync,
+    write_bytes_atomic,
+)
 from ycore.run.text import Say
 
 Row = Mapping[str, Any]
@@ -54,7 +61,7 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = _open_to_append(path)
+        self._file = open_private(path)
         sync(path.parent)
         _mend_last_line(path)
 
@@ -68,7 +75,7 @@ class MetricsWriter:
         kept = [row for row in read_metrics(self._path) if row.get("step", 0) <= step]
         write_bytes_atomic(self._path, "".join(map(_line, kept)).encode())
         self._file.close()
-        self._file = _open_to_append(self._path)
+        self._file = open_private(self._path)
 
     def close(self) -> None:
         self._file.close()
@@ -138,12 +145,6 @@ def _row(line: bytes) -> dict[str, Any] | None:
     if not isinstance(row, dict) or not isinstance(step := row.get("step", 0), int | float):
         return None
     return row if 0 <= step < 2**53 and step == int(step) else None
-
-
-def _open_to_append(path: Path) -> TextIO:
-    return open(
-        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8"
-    )
 
 
 def _line(row: Row) -> str:

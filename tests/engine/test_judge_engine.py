@@ -24,7 +24,7 @@ from ycore.engine.judge_engine import (
     prompt_logprobs,
 )
 from ycore.engine.server import BadRequest
-from ycore.errors import EngineError
+from ycore.errors import EngineError, RewardError
 from ycore.foreign import ForeignRefused
 from ycore.judge.declaration import Judge
 from ycore.judge.sources import Teacher, judge_of
@@ -109,7 +109,7 @@ def test_an_address_is_asked_as_openai_takes_it(monkeypatch: pytest.MonkeyPatch)
 
 def test_without_its_key_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
-    with pytest.raises(EngineError, match="MY_KEY is not set"):
+    with pytest.raises(RewardError, match=r"MY_KEY \(api_key_env\) is not set"):
         remote(make_judge(api_key_env="MY_KEY"), lambda request: httpx.Response(200))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from ycore.engine.server import BadRequest, Server
-from ycore.errors import EngineError
+from ycore.errors import EngineError, RewardError
 from ycore.foreign import (
     LARGEST_REWARD,
     ForeignRefused,
@@ -245,13 +245,13 @@ JudgeEngine = VllmJudge | RemoteJudge
 
 
 def key_header(served: Served, *, name: str) -> dict[str, str]:
-    """Return the header with the address's key; EngineError where its variable is not set."""
+    """Return the header with the address's key; RewardError where its variable is not set."""
     variable = served.api_key_env
     if variable is None:
         return {}
     if not (key := os.environ.get(variable, "")):
-        raise EngineError(
-            f"{name}: the environment variable {variable} is not set; export it (api_key_env)"
+        raise RewardError(
+            f"{name}: the environment variable {variable} (api_key_env) is not set; export it"
         )
     return {"Authorization": f"Bearer {key}"}
 

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ycore.config.schema import AGREES, RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
-from ycore.engine.judge_engine import JudgeEngine, QuestionRefused, RemoteJudge, VllmJudge
+from ycore.engine.judge_engine import (
+    JudgeEngine,
+    QuestionRefused,
+    RemoteJudge,
+    VllmJudge,
+    key_header,
+)
 from ycore.engine.kinds import EngineKind
 from ycore.errors import ConfigError, ModelError, RewardError
 from ycore.judge.declaration import POLICY_BASE, JsonVerdict, Judge, ScoreVerdict
@@ -55,7 +61,6 @@ from ycore.scoring.scoring import (
     ScorerContext,
     ServedModel,
     TextOf,
-    check_api_key,
     plain_text,
     plan_served_model,
     text_of,
@@ -126,7 +131,7 @@ class JudgeScorer(Scorer):
         label = f"judge {spec.reward.removeprefix(JUDGE_PREFIX)}"
         form = f"{judge.mode}, verdict by {judge.verdict.kind}"
         if judge.base_url is not None:
-            check_api_key(label, judge.api_key_env)
+            key_header(judge, name=label)
             return [f"{label}: {judge.model} at {judge.address_line}, {form}"]
         model = model_name(judge, config)
         plan = plan_served_model(

@@ -42,7 +42,6 @@ from ycore.scoring.scoring import (
     ScorerContext,
     ServedModel,
     TextOf,
-    check_api_key,
     plain_text,
     plan_served_model,
     text_of,
@@ -266,7 +265,7 @@ class TeacherScorer(Scorer):
                     f"{label}: distill.divergence={config.teacher_divergence} needs the teacher's weights, and it is "
                     f"at {teacher.base_url}; leave distill.divergence out, or base_url"
                 )
-            check_api_key(label, teacher.api_key_env)
+            key_header(teacher, name=label)
             if policy.ready and policy.folder is not None:
                 check_tokens_at(policy.folder, teacher)
             return [f"{label}: at {teacher.address_line}, the probability of each token"]

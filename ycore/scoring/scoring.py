@@ -5,7 +5,6 @@ ends, so that scoring overlaps with generation; a scorer that compares completio
 """
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -21,7 +20,7 @@ from ycore.engine import Engine
 from ycore.engine.commands import EngineSpec
 from ycore.engine.kinds import EngineKind
 from ycore.engine.server import Server, restart_timeout_s
-from ycore.errors import ConfigError, ModelError, RewardError
+from ycore.errors import ConfigError, ModelError
 from ycore.models.names import ModelPlan, resolve_model
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import SlotLease, Slots
@@ -278,14 +277,6 @@ def plan_served_model(
         return resolve_model(model, trust_remote_code=config.trust_remote_code)
     except ModelError as problem:
         raise ModelError(f"{label}: {problem}") from None
-
-
-def check_api_key(label: str, variable: str | None) -> None:
-    """RewardError where the environment lacks the variable with an address's key."""
-    if variable is not None and not os.environ.get(variable):
-        raise RewardError(
-            f"{label}: the environment variable {variable} (api_key_env) is not set; export it"
-        )
 
 
 def text_of(spec: RewardConfig) -> TextOf:

@@ -17,7 +17,8 @@ Top = o.whole_number("Ways to show.", least=1)
 @o.takes(
     """
     model devices judge prompts_per_step group_size max_tokens prompt_tokens completion_tokens lora
-    quantize accelerate dynamic_sampling dataset split prompt_column answer_column show_rows set_ recipe json
+    quantize accelerate dynamic_sampling max_staleness dataset split prompt_column answer_column show_rows
+    set_ recipe json
     """,
     top=Top,
 )

@@ -2,6 +2,9 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from ycore.config.schema import RunConfig
 from ycore.plan.devices import DEVICES, GIB, Device, Fleet
@@ -118,3 +121,34 @@ def test_a_micro_batch_that_is_given_stays() -> None:
     made = planned_on("1x24GB", trl={"per_device_train_batch_size": 32})
     assert not made.fitting and made.options is None
     assert {one.strategy.micro_batch for one in made.too_large} == {32}
+
+
+def test_engines_with_devices_of_their_own_write_while_a_step_trains() -> None:
+    """Training has the other devices to itself, and a step takes the longer of the two and the sync."""
+    made = planned_on("8xa100", max_tokens=1024, sampling={"max_staleness": 4})
+    apart = [way for way in made.fitting if way.strategy.apart]
+    assert made.fitting[0] is apart[0] and len(apart) < len(made.fitting)
+    for way in apart:
+        seconds, strategy = way.seconds, way.strategy
+        assert seconds["step"] == seconds["sync"] + max(seconds["round"], seconds["train"])
+        assert strategy.ranks + strategy.apart <= 8 and strategy.slots <= strategy.apart
+        assert "rollout" not in way.phases["train"]
+        assert way.phases["generate"].get("trainer", 0.0) == 0.0
+    assert f"--set engine.devices={apart[0].strategy.apart}" in str(made.options)
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings", "numbers"),
+    [
+        ("8xa100", {}, {0}),
+        ("2x8xa100", {"sampling": {"max_staleness": 4}}, {0}),
+        ("8xa100", {"engine": {"devices": 6}}, {6}),
+        ("8xa100", {"engine": {"devices": 6}, "sampling": {"max_staleness": 4}}, {6}),
+    ],
+)
+def test_devices_apart_are_those_asked_for_or_any_where_engines_write_ahead(
+    devices: str, settings: dict[str, Any], numbers: set[int]
+) -> None:
+    made = planned_on(devices, prompts_per_step=64, **settings)
+    ways = [*made.fitting, *made.too_large, *(way for way, _ in made.refused)]
+    assert {way.strategy.apart for way in ways} == numbers

@@ -89,6 +89,7 @@ class Strategy:
     """One way to run a workload. On GPUs every device is a rank of the trainer and also serves engines.
 
     Attributes:
+        apart: devices that serve engines alone, in place of those of the ranks; 0: none.
         slots: blocks of devices that can work at the same time, each for one role.
         micro_batch: completions in one forward pass of a rank.
         tensor_parallel: devices that an engine of the policy spans; a slot is as wide as the widest engine.
@@ -106,6 +107,7 @@ class Strategy:
     kind: Literal["colocated", "dynamic"] = "colocated"
     sleeps: bool = False
     offload: Offload = "none"
+    apart: int = 0
 
     def width(self, role: str) -> int:
         return self.tensor_parallel if role == ROLLOUT else self.judge_tensor_parallel
@@ -140,6 +142,8 @@ class Strategy:
             words.append(f"engines over {width} {devices}, the judge's over {judge_width}")
         elif width > 1:
             words.append(f"engines over {width} devices")
+        if self.apart:
+            words.append(f"engines on {self.apart} devices of their own")
         if self.sleeps:
             words.append("engines asleep while training")
         if self.offload != "none":
@@ -595,15 +599,18 @@ def step_memory(
         processes = {"trainer": max(trainer.peak, syncing) * strategy.ranks, **processes}
         return trainer.parts, on_cpu, {"all at once": processes}
     trainer = trainer_memory(work, strategy)
+    beside = NO_TRAINER if strategy.apart else trainer
     sleeps, offload = strategy.sleeps, strategy.offload
     engines = engines_on_gpu(
         {role: [need] for role, need in needs.items()},
-        trainer,
+        beside,
         capacity_of(fleet),
         sleeps=sleeps,
         offload=offload,
     )
-    phases = gpu_phases(engines, trainer, sleeps=sleeps, offload=offload)
+    phases = {**gpu_phases(engines, beside, sleeps=sleeps, offload=offload)}
+    if strategy.apart:
+        phases["train"] = {"trainer": trainer.peak}
     return trainer.parts, {role: engines[role][0] for role in engines}, phases
 
 

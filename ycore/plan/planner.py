@@ -275,19 +275,33 @@ def allowed_strategies(
     checkpointing = config.trl.get("gradient_checkpointing")
     return [
         strategy
-        for strategy in strategies(work, fleet, micro_batch=micro_batch)
+        for apart in _devices_apart(config, fleet)
+        for strategy in strategies(work, fleet, micro_batch=micro_batch, apart=apart)
         if (strategy.ranks == 1 or strategy.sharding in shardings)
         and checkpointing in (None, strategy.checkpointing)
     ]
 
 
-def strategies(work: Workload, fleet: Fleet, *, micro_batch: int) -> list[Strategy]:
+def _devices_apart(config: RunConfig, fleet: Fleet) -> list[int]:
+    """Return the numbers of devices that engines may have alone, which pays where they write ahead of training."""
+    if config.engine.devices != "shared":
+        return [config.engine.devices]
+    may_overlap = (
+        config.sampling.max_staleness and not fleet.device.on_cpu and fleet.machines == 1
+    )
+    return list(range(fleet.count if may_overlap else 1))
+
+
+def strategies(
+    work: Workload, fleet: Fleet, *, micro_batch: int, apart: int = 0
+) -> list[Strategy]:
     """Return every strategy worth a forecast.
 
     They differ in sharding, in the devices that an engine spans, and in which role has which slots. `micro_batch` is
-    the most completions in one forward pass of a rank.
+    the most completions in one forward pass of a rank; `apart`: devices that engines have alone.
     """
-    bases = _cpu_bases(work, fleet) if fleet.device.on_cpu else _gpu_bases(work, fleet)
+    rest = replace(fleet, count=fleet.count - apart)
+    bases = _cpu_bases(work, rest) if fleet.device.on_cpu else _gpu_bases(work, rest, apart)
     found: list[Strategy] = []
     for base in bases:
         size = min(micro_batch, work.completions // base.ranks)
@@ -305,19 +319,24 @@ def _cpu_bases(work: Workload, fleet: Fleet) -> Iterator[Strategy]:
                 yield Strategy(ranks, slots, sharding)
 
 
-def _gpu_bases(work: Workload, fleet: Fleet) -> Iterator[Strategy]:
+def _gpu_bases(work: Workload, fleet: Fleet, apart: int) -> Iterator[Strategy]:
     ranks = most_ranks(work, fleet)
+    num_devices = apart or fleet.count
     for sharding in SHARDINGS if ranks > 1 else SHARDINGS[:1]:
-        for policy_width, judge_width in engine_widths(work, fleet.count // fleet.machines):
+        for policy_width, judge_width in engine_widths(work, num_devices // fleet.machines):
             for checkpointing in (True, False):
                 base = Strategy(
                     ranks,
-                    fleet.count // max(policy_width, judge_width),
+                    num_devices // max(policy_width, judge_width),
                     sharding,
                     checkpointing=checkpointing,
                     tensor_parallel=policy_width,
                     judge_tensor_parallel=judge_width,
+                    apart=apart,
                 )
+                if apart:
+                    yield base
+                    continue
                 for sleeps, offload in sharing_options(work, base):
                     yield replace(base, sleeps=sleeps, offload=offload)
 
@@ -376,6 +395,8 @@ def _engine_settings(config: RunConfig, strategy: Strategy, on_cpu: bool) -> Any
             f"engine.tensor_parallel is {engine.tensor_parallel}, and {_OTHER_WIDTH}"
         )
     changes: dict[str, Any] = {}
+    if strategy.apart:
+        changes["devices"] = strategy.apart
     if engine.count != "auto":
         changes["count"] = strategy.slots
     if strategy.spans_devices:

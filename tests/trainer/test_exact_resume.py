@@ -19,6 +19,7 @@ import pytest
 from PIL import Image as Pillow
 from safetensors.numpy import load_file
 
+from tests.chaos.results import read_rounds
 from tests.scripted_teacher import teacher_at
 from tests.tiny_model import write_tiny_model
 from tests.tiny_vision import write_tiny_vision_model
@@ -46,11 +47,45 @@ import time
 def variety(prompts, completions, **columns):
     time.sleep(0.2)  # steps long enough to be killed in
     return [len(set(completion[0]["content"])) / 8 for completion in completions]
+
+def length(prompts, completions, size, **columns):
+    return [len(set(one[0]["content"])) * n / 8 for one, n in zip(completions, size)]
 """
 
 
 PICTURES = "pictures"
 """GRPO again, of a model that sees."""
+MIXTURE = "mixture"
+"""GRPO again, of two datasets with columns and rewards of their own."""
+MIXED_ROWS = ("ycore/reward/sums.jsonl", "ycore/reward/gym:chain_sum?size=30")
+
+
+def mixed_recipe(folder: Path) -> Path:
+    """A recipe with two datasets, each scored by its own reward."""
+    lines = [json.dumps({"question": f"{n} + 1 =", "size": n % 3}) for n in range(9)]
+    (folder / "sums.jsonl").write_text("\n".join(lines))
+    rewards = [f"{folder / 'rewards.py'}:{name}" for name in ("variety", "length")]
+    sums = {"dataset": str(folder / "sums.jsonl"), "share": 0.7, "prompt_column": "question"}
+    recipe = {
+        "dataset": [
+            {**sums, "rewards": rewards[1:]},
+            {"dataset": "gym:chain_sum?size=30", "share": 0.3, "rewards": rewards[:1]},
+        ],
+        "rewards": rewards,
+    }
+    (folder / "mixed.yaml").write_text(json.dumps(recipe))
+    return folder / "mixed.yaml"
+
+
+def drawn(output: Path) -> list[list[tuple[Any, ...]]]:
+    """What each round drew and how it was scored, in the order of positions."""
+    return [
+        sorted(
+            (group["draw"]["position"], group["draw"]["prompt"]["dataset"], group["scores_GR"])
+            for group in round_["groups"]
+        )
+        for round_ in read_rounds(output / "journal")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +141,15 @@ def words(
     options |= {"--teacher": "big"} if algorithm == "distill" else {}
     given = [str(word) for option, value in options.items() for word in (option, value)]
     return [*given, *(word for value in sets for word in ("--set", value))]
+
+
+def without(given: list[str], *options: str) -> list[str]:
+    """The words without these options and their values."""
+    return [
+        word
+        for before, word in zip(["", *given], given, strict=False)
+        if word not in options and before not in options
+    ]
 
 
 def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -167,7 +211,7 @@ def kill_and_resume(arguments: list[str], killed: Path) -> None:
         "ppo",
         *(
             pytest.param(algorithm, marks=pytest.mark.verify)
-            for algorithm in ("distill", "online-dpo", PICTURES)
+            for algorithm in ("distill", "online-dpo", PICTURES, MIXTURE)
         ),
     ],
 )
@@ -176,18 +220,31 @@ def test_killed_and_resumed_is_never_killed(
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     (tmp_path / "rewards.py").write_text(REWARD)
-    sees = algorithm == PICTURES
-    algorithm, model = ("grpo", sighted) if sees else (algorithm, model)
+    sees, mixes = algorithm == PICTURES, algorithm == MIXTURE
+    model = sighted if sees else model
+    algorithm = "grpo" if sees or mixes else algorithm
     dataset = str(sighted / "pictures" / "rows.jsonl") if sees else "task:addition?digits=1"
     arguments = {
         run: [algorithm, *words(algorithm, model, teacher, run, dataset=dataset)]
         for run in (whole, killed)
     }
+    if mixes:
+        recipe = ["--recipe", str(mixed_recipe(tmp_path)), "--keep-journal"]
+        arguments = {
+            run: [given[0], *recipe, *without(given[1:], "--dataset", "--reward")]
+            for run, given in arguments.items()
+        }
     with start(arguments[whole], tmp_path / "whole.log") as never_killed:
         kill_and_resume(arguments[killed], killed)
         assert never_killed.wait(200) == 0, (tmp_path / "whole.log").read_text()
 
     expected, seen = rows(whole), rows(killed)
+    if mixes:
+        assert drawn(whole) == drawn(killed)
+        assert [
+            {name: row.get(name) for name in MIXED_ROWS} for row in seen
+        ] == [{name: row.get(name) for name in MIXED_ROWS} for row in expected]
+        assert all(any(name in row for row in expected) for name in MIXED_ROWS)
     moved, same = (
         "ycore/critic/grad_norm" if algorithm == "ppo" else "grad_norm",
         (*SAME, *OWN[algorithm]),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -124,6 +125,7 @@ def recipes(
 
     The comparison is with the recipe's band: where one more run falls with 95 %, from at least three
     seeds. Runs that are finished in --output are not run again. Exit status 1 where a run is outside.
+    A file with `recipe` and `grid` runs each combination, and compares their means.
 
     \b
     ycore recipes
@@ -132,7 +134,8 @@ def recipes(
     if recipe is None:
         _list_recipes(json=json)
         return 0
-    from ycore.api.reproduce import compare_seeds, stored_band
+    from ycore.api.reproduce import compare_seeds, compare_settings, stored_band
+    from ycore.config.recipe_files import sweep_settings
     from ycore.errors import Interrupted
     from ycore.run.files import read_json
     from ycore.run.paths import tracker_group
@@ -140,10 +143,12 @@ def recipes(
     name = Path(recipe).stem
     known = stored_band(name) if band is None else read_json(band)
     root = output or Path("runs") / f"reproduce-{name}"
+    swept, settings = sweep_settings(recipe)
     with stdout_for_json(json), tracker_group(root.resolve().name):
-        for seed in range(seeds):
+        for (place, chosen), seed in product(settings.items(), range(seeds)):
+            folder = root / place / f"seed-{seed}"
             try:
-                _run_seed(recipe, seed, root / f"seed-{seed}", sets=set_ or (), dry_run=dry_run)
+                _run_seed(swept, seed, folder, sets=[*(set_ or ()), *chosen], dry_run=dry_run)
             except Interrupted:
                 raise Interrupted(
                     f"stopped with seed {seed}; the same command goes on"
@@ -152,15 +157,19 @@ def recipes(
         if json:
             print_json({"recipe": recipe, "output": str(root), "seeds": list(range(seeds))})
         else:
-            print(f"{seeds} runs of {recipe} in {root}.")
+            print(f"{len(settings) * seeds} runs of {swept} in {root}.")
             print("Nothing was started; leave out --dry-run to run them.")
         return 0
-    result, lines = compare_seeds(root, seeds, known, sets=set_ or ())
+    result, lines = (
+        compare_seeds(root, seeds, known, sets=set_ or ())
+        if swept == recipe
+        else compare_settings(root, settings, seeds)
+    )
     if json:
         print_json(result)
     else:
         print_table(lines)
-    return int(any(not verdict["is_inside"] for verdict in result["verdicts"]))
+    return int(any(not verdict["is_inside"] for verdict in result.get("verdicts", ())))
 
 
 def _list_recipes(*, json: bool) -> None:

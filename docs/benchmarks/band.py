@@ -15,23 +15,12 @@ from typing import Any
 
 from machine import hardware
 
-from ycore.api.reproduce import curve_of, final_of, metric_of, rows_by_stage
+from ycore.api.reproduce import curve_of, final_of, half_width, metric_of, rows_by_stage
 from ycore.run.claim import installed_versions
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import Row
 
 _NO_DIFFERENCE = 0.02
-
-# Student's t, 97.5 % quantile, by degrees of freedom from 0 (none) to 9, and the last for more.
-_T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
-
-def half_width(values: Sequence[float]) -> float | None:
-    """Return half the 95 % interval of the mean (Student's t, independent values); None with fewer than three."""
-    if len(values) < 3:
-        return None
-    quantile = _T_975[min(len(values), len(_T_975)) - 1]
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

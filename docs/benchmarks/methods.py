@@ -24,12 +24,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from band import half_width
 from bounded import RunFailed, run_bounded
 from contestants import Settings, environment, trl_command
 from machine import describe_machine
 from trl_and_ycore import model_folder
 
+from ycore.api.reproduce import half_width
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import load_prompts
 from ycore.plan.devices import bfloat16_factor, core_flags, format_of

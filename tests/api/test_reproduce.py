@@ -16,7 +16,8 @@ from ycore_cli import look
 from docs.benchmarks.band import interval, machine_in_words, make_band
 from tests.tiny_model import write_tiny_model
 from ycore.api.reproduce import curve_of, final_of, judge_run, stored_band
-from ycore.errors import Interrupted
+from ycore.config.recipe_files import sweep_settings
+from ycore.errors import ConfigError, Interrupted
 from ycore.run.paths import TRACKER_GROUP
 
 
@@ -162,6 +163,62 @@ def test_a_pipeline_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
     assert seeds == [7, 1007], "a stage's own seed is told apart too"
     status, said = reproduce(tmp_path, "mine.yaml --seeds 2")
     assert status == 0 and "running stage" not in said and "none is stored" in said
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_each_combination_once_and_compares_their_means(tmp_path: Path) -> None:
+    prepare(tmp_path, RECIPE)
+    sweep = {"recipe": "mine.yaml", "grid": {"trl.learning_rate": [1e-06, 0.01], "lora.r": [2]}}
+    (tmp_path / "sweep.yaml").write_text(json.dumps(sweep))
+    status, said = reproduce(tmp_path, "sweep.yaml --seeds 3 --json")
+    assert status == 0, said
+    found = json.loads(said)["settings"]
+    assert json.loads((tmp_path / "again/sweep.json").read_text())["settings"] == found
+    by_setting = {row["setting"]: row for row in found}
+    assert by_setting.keys() == {
+        "trl.learning_rate=1e-06,lora.r=2",
+        "trl.learning_rate=0.01,lora.r=2",
+    }
+    assert found[0]["mean"] >= found[1]["mean"]
+    for place, row in by_setting.items():
+        assert row["mean"] == pytest.approx(sum(row["finals"]) / 3) and row["half_95"] >= 0
+        for seed in range(3):
+            run_json = json.loads(
+                (tmp_path / f"again/{place}/seed-{seed}/run.json").read_text()
+            )
+            config = run_json["config"]
+            assert (config["seed"], config["lora"]["r"]) == (seed, 2)
+            assert config["trl"]["learning_rate"] == float(
+                place.split(",")[0].partition("=")[2]
+            )
+    status, said = reproduce(tmp_path, "sweep.yaml --seeds 3")
+    assert status == 0 and said.count("mean ") == 2 and "step 1/3" not in said
+
+
+def test_a_sweep_is_every_combination_by_its_own_folder(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text("recipe: quickstart\ngrid: {lora.r: [4, 8], model: [a/b, a-b], x: [null]}")
+    recipe, settings = sweep_settings(str(file))
+    assert recipe == "quickstart" and len(settings) == 4
+    assert settings["lora.r=8,model=a%2Fb,x=null"] == ["lora.r=8", 'model="a/b"', "x=null"]
+    assert sweep_settings("quickstart") == ("quickstart", {"": []})
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("recipe: quickstart\ngrid: {lora.r: 4}", "{'lora.r': 4}"),
+        ("recipe: quickstart\ngrid: {lora.r: []}", "{'lora.r': []}"),
+        ("recipe: quickstart\ngrid: [4]", "[4]"),
+        ("model: mine\ngrid: {lora.r: [4]}", "model, grid"),
+    ],
+)
+def test_what_is_no_sweep_is_one_line(text: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        sweep_settings(str(tmp_path / "sweep.yaml"))
+    assert named in str(caught.value) and "recipe: quickstart, grid:" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_stop_says_which_command_goes_on(

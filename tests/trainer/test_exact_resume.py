@@ -241,9 +241,9 @@ def test_killed_and_resumed_is_never_killed(
     expected, seen = rows(whole), rows(killed)
     if mixes:
         assert drawn(whole) == drawn(killed)
-        assert [
-            {name: row.get(name) for name in MIXED_ROWS} for row in seen
-        ] == [{name: row.get(name) for name in MIXED_ROWS} for row in expected]
+        assert [{name: row.get(name) for name in MIXED_ROWS} for row in seen] == [
+            {name: row.get(name) for name in MIXED_ROWS} for row in expected
+        ]
         assert all(any(name in row for row in expected) for name in MIXED_ROWS)
     moved, same = (
         "ycore/critic/grad_norm" if algorithm == "ppo" else "grad_norm",

@@ -6,6 +6,7 @@ A pipeline has a band for each stage. `docs/benchmarks/band.py` makes one.
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
@@ -22,6 +23,8 @@ _WINDOW = 5  # steps of a trailing mean; one step's reward says little
 _METRICS = (*REWARD, "rewards/accuracies", "accuracy", "mean_token_accuracy")
 _LAST = 10  # steps whose mean is the run's final value, and a quarter of them at most
 _SHARE_INSIDE = 0.8  # of a run's steps
+# Student's t, 97.5 % quantile, by degrees of freedom from 0 (none) to 9, and the last for more.
+_T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,48 @@ def compare_seeds(
         if band["sets"] != list(sets):
             lines.append(("note", "these runs have other settings than the band's"))
     return result, [*lines, ("page", str(page))]
+
+
+def compare_settings(
+    root: Path, settings: Mapping[str, Sequence[str]], num_seeds: int
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Compare a sweep's combinations by the means of their seeds, the largest first; write sweep.json.
+
+    Returns:
+        The content of sweep.json, and the rows of a table.
+    """
+    rows = []
+    for name, sets in settings.items():
+        result, _ = compare_seeds(root / name, num_seeds, None, sets=sets)
+        finals = defaultdict(list)
+        for run, final in result["finals"].items():
+            finals[run.partition("/")[2]].append(final)
+        rows += [
+            {
+                "setting": f"{name} {stage}".rstrip(),
+                "mean": statistics.fmean(values),
+                "half_95": half_width(values),
+                "finals": values,
+                "page": result["page"],
+            }
+            for stage, values in finals.items()
+        ]
+    rows.sort(key=lambda row: row["mean"], reverse=True)
+    write_json_atomic(root / "sweep.json", {"settings": rows})
+    lines = []
+    for row in rows:
+        half = row["half_95"]
+        reach = "no interval of fewer than 3 seeds" if half is None else f"+- {half:.3f}"
+        lines.append((row["setting"], f"mean {row['mean']:.3f} {reach}; {row['page']}"))
+    return {"settings": rows}, lines
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Return half the 95 % interval of the mean (Student's t, independent values); None with fewer than three."""
+    if len(values) < 3:
+        return None
+    quantile = _T_975[min(len(values), len(_T_975)) - 1]
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def rows_by_stage(folder: Path) -> dict[str, Sequence[Row]]:

@@ -1,8 +1,10 @@
 """Recipes: whole runs by name, in YAML. The shipped ones are the package `ycore_recipes`."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,27 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, A
             f"the recipe {name_or_file} is for `ycore {wanted}`, not {command}; {said}"
         )
     return recipe
+
+
+def sweep_settings(recipe: str) -> tuple[str, dict[str, list[str]]]:
+    """Return a sweep's recipe, and the `--set` of each combination by its folder; of a recipe itself one with nothing.
+
+    Example: `grid: {lora.r: [4, 8]}` gives `{"lora.r=4": ["lora.r=4"], "lora.r=8": ["lora.r=8"]}`.
+    """
+    sweep = load_recipe(recipe)
+    if "grid" not in sweep:
+        return recipe, {"": []}
+    grid = sweep["grid"]
+    is_grid = isinstance(grid, dict) and all(isinstance(v, list) and v for v in grid.values())
+    if sweep.keys() != {"recipe", "grid"} or not is_grid:
+        raise ConfigError(
+            f"a sweep has a recipe and lists of values, and {recipe} has {', '.join(sweep)} with the grid {grid!r}; "
+            "write e.g. recipe: quickstart, grid: {lora.r: [4, 8]}"
+        )
+    lists = ([f"{key}={json.dumps(one)}" for one in values] for key, values in grid.items())
+    return sweep["recipe"], {
+        ",".join(sets).replace('"', "").replace("/", "%2F"): [*sets] for sets in product(*lists)
+    }
 
 
 def load_benchmark(name: str, *, dataset: object = None) -> dict[str, Any]:

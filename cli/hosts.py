@@ -69,8 +69,9 @@ class Host:
         prefix = "" if self.is_first else f"{self.name}: "
         for line in source or ():
             if self.is_first or (target is sys.stderr and line not in said):
-                text = f"{prefix}{line.decode(errors='replace')}"
-                print(text, end="", file=target, flush=True)
+                print(
+                    f"{prefix}{line.decode(errors='replace')}", end="", file=target, flush=True
+                )
             said.add(line)
 
 
@@ -145,8 +146,10 @@ def _follow(hosts: Sequence[Host], stops: StopRequests) -> int:
     num_stops = 0
     while None in (codes := [host.ssh.poll() for host in hosts]):
         has_failed = any(code not in (None, 0, Interrupted.exit_code) for code in codes)
-        wanted = max(stops.count, has_failed, num_stops)
+        wanted = max(stops.count, has_failed)
         for host in hosts:
+            if wanted > 2:  # it may be frozen
+                host.ssh.kill()
             host.send(_BEAT + _STOP * (wanted - num_stops))
         num_stops = wanted
         time.sleep(_BEAT_S)

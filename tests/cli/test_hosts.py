@@ -1,10 +1,12 @@
 """`--hosts` with a stand-in for ssh that runs the command here; tests/distributed/test_hosts.py has a real one."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
-from ycore_cli.hosts import run_on_hosts
+from ycore_cli.hosts import Host, run_on_hosts
 
 from ycore import __version__
 from ycore.errors import ConfigError
@@ -19,6 +21,7 @@ case $host in
     bare) command="${command/cd /cd /nowhere}";;
     old) export OLD=1;;
     stopped) command="($command); exit 130";;
+    frozen) command="($command); exec sleep 60";;
     failing) command="($command); exit 1";;
 esac
 exec sh -c "$command"
@@ -56,6 +59,19 @@ def test_a_failure_is_told_from_the_stop_that_it_causes() -> None:
     assert run_on_hosts(["stopped", "a"], ["--version"]) == 130
     assert run_on_hosts(["stopped", "failing"], ["--version"]) == 1
     assert run_on_hosts(["stopped", "a"], ["docs", "zzz"]) == 2
+
+
+def test_a_third_ctrl_c_leaves_a_host_that_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send = Host.send
+
+    def press_ctrl_c(host: Host, orders: bytes) -> None:
+        send(host, orders)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Host, "send", press_ctrl_c)
+    assert run_on_hosts(["frozen"], ["--version"]) == 1
 
 
 def test_each_host_that_cannot_run_is_a_line(

@@ -297,9 +297,9 @@ def test_a_loss_written_again_is_trls(
         histories.append([(row["loss"], row["grad_norm"], row["entropy"])
                           for row in made.state.log_history if "loss" in row])  # fmt: skip
         assert ("clipped" in made.state.log_history[0]) == (output == "b" and name == "clipped")
-    # With the distance to the reference the gradient's parts are added in another order.
+    # With the distance to the reference the gradient's parts are added in another order, and four steps carry it on.
     for own_figures, figures in zip(*histories, strict=True):
-        assert own_figures == pytest.approx(figures, rel=1e-6 if name == "grpo" else 0, abs=0)
+        assert own_figures == pytest.approx(figures, rel=1e-5 if name == "grpo" else 0, abs=0)
     assert len(set(histories[0])) == 4
 
 

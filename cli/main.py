@@ -129,6 +129,10 @@ def run(arguments: Sequence[str], *, pulse: AbstractContextManager[Any] | None =
     return status if isinstance(status, int) else 0
 
 
+_COMMANDS_ELSEWHERE = dict.fromkeys(("watch", "status", "logs"), "report --live")
+"""By a command that people look for, the one that has it."""
+
+
 def _refusal(error: typer.TyperException) -> str:
     """Say in our form what typer refuses: an unknown option with the nearest one of its command."""
     from pydantic import ValidationError
@@ -138,8 +142,7 @@ def _refusal(error: typer.TyperException) -> str:
         parameter: Any = getattr(error, "param", None)
         return must_be(parameter.opts[0], error.__cause__.errors())
     message = error.format_message().strip().rstrip(".").replace(". Did", "; did")
-    watches = message.partition("'")[2] in ("watch'", "status'", "logs'")
-    words = "report --live" if watches else "--help"
+    words = _COMMANDS_ELSEWHERE.get(message.partition("'")[2].rstrip("'"), "--help")
     way_out = f"; see `{context.command_path if context else 'ycore'} {words}`"
     if message.startswith("No such option"):
         option: str = getattr(error, "option_name", "")

@@ -304,6 +304,7 @@ class Group:
 
     @property
     def rewards_GR(self) -> list[list[float | None]]:
+        """Return each completion's rewards by source; None where a source gave none."""
         return [[score.value for score in scores_R] for scores_R in self.scores_GR]
 
     @property

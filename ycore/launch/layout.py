@@ -281,7 +281,7 @@ def on_machine(config: _Config, machine: Machine | None = None) -> _Config:
     A file for accelerate has its own number of processes.
     """
     changes: dict[str, Any] = {}
-    machine, _ = divided_for(config, machine or this_machine())
+    machine, _ = split_for_engines(config, machine or this_machine())
     if config.dtype == "auto":
         changes["dtype"] = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
     if config.processes == "auto" and (
@@ -309,7 +309,7 @@ def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
     machine = this_machine()
     check_bfloat16(config.dtype, machine.without_bfloat16)
     layout = layout_of(config, machine) if trains else ONE_RANK
-    machine, apart = divided_for(config, machine)
+    machine, apart = split_for_engines(config, machine)
     check_deepspeed(config, layout)
     home = Path(config.output)
     folder = RunFolder(
@@ -321,11 +321,11 @@ def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
 def planned_site(config: RunConfig, machine: Machine) -> Site:
     """Return the site of a run that is only planned there."""
     layout = layout_of(config, machine)
-    rest, apart = divided_for(config, machine)
+    rest, apart = split_for_engines(config, machine)
     return Site(RunFolder(Path(config.output)), layout, rest, apart=apart)
 
 
-def divided_for(config: BaseConfig, machine: Machine) -> tuple[Machine, Machine | None]:
+def split_for_engines(config: BaseConfig, machine: Machine) -> tuple[Machine, Machine | None]:
     """Return what training has of a machine, and what engines have alone; None where they share all of it."""
     if not isinstance(config, RunConfig) or config.engine.devices == "shared":
         return machine, None
@@ -411,7 +411,7 @@ def layout_of(config: BaseConfig, machine: Machine) -> Layout:
             name, processes=world, on_cpu=not machine.devices, dtype=dtype
         )
         layout = Layout(world, num_machines, place.get("machine_rank", 0), settings | place)
-    check_ranks_fit(config, layout, divided_for(config, machine)[0])
+    check_ranks_fit(config, layout, split_for_engines(config, machine)[0])
     return layout
 
 

@@ -50,16 +50,8 @@ def _check_options(config: RunConfig, site: Site, kind: EngineKind) -> None:
         batch = derive_batch(config, world_size=layout.world, on_cpu=not site.machine.devices)
         if config.sampling.max_staleness:
             _check_ahead(config, batch, kind)
-    needs_servers = {
-        "sampling.reuse reads each token's log-probability from its engine": config.sampling.reuse,
-        "engine.devices keeps engines and trainer apart": config.engine.devices != "shared",
-    }
-    for rule, is_asked in needs_servers.items():
-        if is_asked and not kind.has_servers:
-            raise ConfigError(f"{rule}, and {kind.name} is none; leave it out, or {_INSTALL}")
-    if config.sampling.oversample > 1 and not kind.has_servers:
-        rule = f"with --oversample engines give back what they have begun, and {kind.name} does not"
-        raise ConfigError(f"{rule}; leave it out, or {_INSTALL}")
+    if not kind.has_servers:
+        _check_needs_engines(config, kind)
     if config.deterministic and config.replay is None and layout.world > 1:
         rule = "ranks share out the draws as they become free, so --deterministic is for one"
         raise ConfigError(f"{rule}, not {layout.world}; take --processes 1")
@@ -90,6 +82,19 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
 
 _INSTALL = f"install vLLM ({INSTALL_VLLM})"
 _AHEAD = "with --max-staleness engines write later rounds while the trainer trains"
+
+
+def _check_needs_engines(config: RunConfig, kind: EngineKind) -> None:
+    """Refuse what only engines in processes of their own can do."""
+    rule = None
+    if config.sampling.reuse:
+        rule = "with sampling.reuse engines record each token's log-probability"
+    elif config.engine.devices != "shared":
+        rule = "with engine.devices engines have devices of their own"
+    elif config.sampling.oversample > 1:
+        rule = "with --oversample engines give back what they have begun"
+    if rule is not None:
+        raise ConfigError(f"{rule}, and {kind.name} does not; leave it out, or {_INSTALL}")
 
 
 def _check_ahead(config: RunConfig, batch: BatchPlan, kind: EngineKind) -> None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -235,6 +235,33 @@ class RemoteAllocator(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def ask(self, request: int, role: str, length: float) -> None:
+        self._send("ask", None, request, role, length)
+
+    def ended(self, request: int) -> None:
+        self._send("ended", None, request)
+
+    def withdraw(self, request: int) -> None:
+        self._send("withdraw", None, request)
+
+    def swapped(self, slot: int) -> None:
+        self._send("swapped", None, slot)
+
+    async def begin_round(self, state: Mapping[str, Any] | None) -> tuple[list[str], bool]:
+        awake, gathers = await self._call("begin_round", state)
+        return awake, gathers
+
+    def engines_awake(self) -> None:
+        self._send("engines_awake", None)
+
+    async def end_round(self) -> tuple[list[float], list[float]]:
+        measurements, usage = await self._call("end_round")
+        return measurements, usage
+
+    async def learn(self, sums: list[float]) -> dict[str, Any]:
+        state: dict[str, Any] = await self._call("learn", sums)
+        return state
+
     async def _call(self, method: str, *arguments: Any) -> Any:
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
@@ -245,15 +272,6 @@ class RemoteAllocator(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             raise RunError(_GONE)
         self._transport.write(encode([method, call, *arguments]))
-
-    ask = partialmethod(_send, "ask", None)
-    ended = partialmethod(_send, "ended", None)
-    withdraw = partialmethod(_send, "withdraw", None)
-    swapped = partialmethod(_send, "swapped", None)
-    engines_awake = partialmethod(_send, "engines_awake", None)
-    begin_round = partialmethod(_call, "begin_round")
-    end_round = partialmethod(_call, "end_round")
-    learn = partialmethod(_call, "learn")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
@@ -358,13 +376,18 @@ class Connection(asyncio.Protocol):
         self._calls.discard(task)
         task.result()  # an error goes to the loop's handler, which ends the process
 
+    def start(self, request: int, slot: int) -> None:
+        self._send("start", request, slot)
+
+    def swap(self, slot: int, asleep: str, awake: str) -> None:
+        self._send("swap", slot, asleep, awake)
+
+    def queues(self, *counts: Any) -> None:
+        self._send("queues", *counts)
+
     def _send(self, method: str, *arguments: Any) -> None:
         if not self._transport.is_closing():
             self._transport.write(encode([method, *arguments]))
-
-    start = partialmethod(_send, "start")
-    swap = partialmethod(_send, "swap")
-    queues = partialmethod(_send, "queues")
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._rank is not None:

@@ -608,7 +608,7 @@ def step_memory(
         sleeps=sleeps,
         offload=offload,
     )
-    phases = {**gpu_phases(engines, beside, sleeps=sleeps, offload=offload)}
+    phases = dict(gpu_phases(engines, beside, sleeps=sleeps, offload=offload))
     if strategy.apart:
         phases["train"] = {"trainer": trainer.peak}
     return trainer.parts, {role: engines[role][0] for role in engines}, phases

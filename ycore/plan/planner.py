@@ -286,10 +286,10 @@ def _devices_apart(config: RunConfig, fleet: Fleet) -> list[int]:
     """Return the numbers of devices that engines may have alone, which pays where they write ahead of training."""
     if config.engine.devices != "shared":
         return [config.engine.devices]
-    may_overlap = (
-        config.sampling.max_staleness and not fleet.device.on_cpu and fleet.machines == 1
-    )
-    return list(range(fleet.count if may_overlap else 1))
+    may_overlap = config.sampling.max_staleness > 0 and fleet.machines == 1
+    if fleet.device.on_cpu or not may_overlap:
+        return [0]
+    return list(range(fleet.count))
 
 
 def strategies(

@@ -412,7 +412,7 @@ class ReuseBuffer:
         return min(int(self._rules.reuse * num_groups), len(self._groups))
 
     def take(self, number: int) -> list[Group]:
-        """Remove that many groups, the widest rewards first."""
+        """Remove and return those whose rewards differ most."""
         self._groups.sort(key=self._deviation)  # of equal ones, the newest last
         first = len(self._groups) - number
         taken = self._groups[first:]

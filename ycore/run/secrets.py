@@ -131,14 +131,15 @@ def redact(value: Any) -> Any:
         return redact_text(value)
     if isinstance(value, Mapping):
         return {
-            key: HIDDEN
-            if item is not None and not isinstance(item, bool) and is_secret(str(key), item)
-            else redact(item)
-            for key, item in value.items()
+            key: HIDDEN if _hides(key, item) else redact(item) for key, item in value.items()
         }
     if isinstance(value, Sequence):
         return [redact(item) for item in value]
     return value
+
+
+def _hides(key: Any, item: Any) -> bool:
+    return item is not None and not isinstance(item, bool) and is_secret(str(key), item)
 
 
 def redact_command(command: Sequence[str]) -> list[str]:

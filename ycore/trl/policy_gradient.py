@@ -29,7 +29,7 @@ from ycore.trl.importance import (
 )
 from ycore.trl.own_functions import OwnFunction, ScoredGroup, own_functions, scored_groups
 from ycore.trl.returns import AddUp
-from ycore.trl.seam import SeamGRPOTrainer, known
+from ycore.trl.seam import SeamGRPOTrainer, nan_to_none
 
 _PICTURES = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters.keys()
 """The keys of a batch with pictures that the forward takes by their names, among its other parameters."""
@@ -186,12 +186,12 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         constraints = self._constraints
         if constraints is None:
             return totals
-        constraints.load_state_dict(self.rounds.constraint_weights or ())
+        constraints.weights = self.rounds.constraint_weights or []
         size = self.num_generations
         compared = [
-            constraints.compared(totals_G, known(rewards_GR))
+            constraints.compared(totals_G, nan_to_none(rewards_GR))
             for totals_G, rewards_GR in zip(
-                known(totals.view(-1, size).tolist()),
+                nan_to_none(totals.view(-1, size).tolist()),
                 rewards.unflatten(0, (-1, size)).tolist(),
                 strict=True,
             )

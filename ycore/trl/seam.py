@@ -335,11 +335,11 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         if self.multi_objective_aggregation == "normalize_then_sum" and self._advantage is None:
             weights = self.reward_weights.tolist()
             sums = [
-                normalized_sums(known(rewards_GR), weights)
+                normalized_sums(nan_to_none(rewards_GR), weights)
                 for rewards_GR in self._rewards.view(-1, size, len(weights)).tolist()
             ]
         else:
-            sums = known(self._totals(self._rewards).view(-1, size).tolist())
+            sums = nan_to_none(self._totals(self._rewards).view(-1, size).tolist())
         return any(rewards_differ(sums_G) for sums_G in sums)
 
     def _weighted_sums(self, rewards: Tensor) -> Tensor:
@@ -566,6 +566,6 @@ def texts_stay_local(num_sequences: int, *, logs_completions: bool) -> Iterator[
         grpo_trainer.gather_object = gather_object
 
 
-def known(rewards: list[list[float]]) -> list[list[float | None]]:
+def nan_to_none(rewards: list[list[float]]) -> list[list[float | None]]:
     """Return the rewards with None in place of NaN."""
     return [[None if math.isnan(reward) else reward for reward in row] for row in rewards]

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from tests.chaos.job import NUM_ROWS, is_dull
-from ycore.data.prompts import PromptOrder
+from ycore.data.prompts import row_of_order
 from ycore.run.metrics import is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 
@@ -248,7 +248,7 @@ def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
     """What is wrong with the rounds of a run that took so many steps; nothing where the account is even. Pure."""
     if len(rounds) != steps:
         return [f"{len(rounds)} rounds for {steps} steps"]
-    states, order = rounds[-1]["states"], PromptOrder(seed=seed, num_rows=NUM_ROWS)
+    states = rounds[-1]["states"]
     taken = Counter(_position(group) for round_ in rounds for group in round_["groups"])
     taken.update(
         _position(item["group"]) for state in states for item in state["leftover_groups"]
@@ -257,7 +257,11 @@ def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
         _position(item) for state in states for item in state.get("unfinished_groups", ())
     )  # not whole yet
     drawn = _drawn(states)
-    lost = [place for place in drawn if place not in taken and not is_dull(order.row_at(place))]
+    lost = [
+        place
+        for place in drawn
+        if place not in taken and not is_dull(row_of_order(seed, NUM_ROWS, place))
+    ]
     twice = sorted(place for place, count in taken.items() if count > 1)
     unknown = sorted(taken.keys() - set(drawn))
     if len(lost) <= sum(round_.get("stale", 0) for round_ in rounds):

@@ -466,6 +466,18 @@ def test_several_datasets_are_a_mixture() -> None:
     assert measured is not None and measured.mixture == []
 
 
+def test_a_dataset_names_one_of_the_runs_environments() -> None:
+    parts = [{"dataset": "a", "environment": "Gane"}, {"dataset": "b", "environment": "none"}]
+    settings: dict[str, Any] = {"dataset": parts, "env": ["a.py:Game", "a.py:Two"]}
+    with pytest.raises(ConfigError, match=r"a names the environment 'Gane'.*'Game'"):
+        _resolve(**settings)
+    parts[0]["environment"] = "Game"
+    parts += [{"dataset": "c"}]
+    config = require_rollouts(_resolve(**settings))
+    row = {"environment": "Two"}
+    assert [config.environment_of(name, row) for name in "abc"] == ["Game", "none", "Two"]
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -477,6 +489,10 @@ def test_several_datasets_are_a_mixture() -> None:
         (["a:0", "b:1"], "mixture.0.share must be greater than 0; it is 0.0"),
         ([{"dataset": "a", "rewards": ["exact_anser"]}], "did you mean 'exact_answer'?"),
         ([{"dataset": "a", "rewards": []}], "mixture.0.rewards must be"),
+        (
+            [{"dataset": "a", "environment": "Gam"}],
+            "a names the environment 'Gam', which the run has not; take none",
+        ),
         ([{"dataset": "a", "weight": 1}], "no key mixture.0.weight"),
     ],
 )

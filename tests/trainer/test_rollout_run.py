@@ -302,6 +302,61 @@ def test_a_run_draws_two_datasets_by_share_and_tells_their_rewards_apart(
     assert (len(drawn), sum(drawn)) == (32, 10)  # of seed 0; 25 of every hundred
 
 
+def test_datasets_of_a_run_are_played_in_the_environment_that_each_names(
+    tmp_path: Path, ended: list["subprocess.Popen[str]"]
+) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    ends = [2, *range(10, 50)]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    (tmp_path / "echo.py").write_text(ECHO)
+    (tmp_path / "less.jsonl").write_text('{"prompt": "Talk.", "environment": "a column"}\n')
+    (tmp_path / "talk.jsonl").write_text('{"prompt": "Talk."}\n')
+    play = {"rewards": ["environment"], "share": 1}
+    spread = f"{tmp_path / 'their_rewards.py'}:spread"
+    settings = {
+        "env": [f"{tmp_path / 'echo.py'}:Echo", f"less={tmp_path / 'echo.py'}:Less"],
+        "mixture": [
+            {"dataset": str(tmp_path / "less.jsonl"), "environment": "less", **play},
+            {"dataset": str(tmp_path / "talk.jsonl"), "environment": "Echo", **play},
+            {
+                "dataset": str(tmp_path / "rows.jsonl"),
+                "environment": "none",
+                "rewards": [spread],
+            },
+        ],
+        "rewards": [RewardConfig(reward="environment"), RewardConfig(reward=spread)],
+        "sampling": {"dynamic": False},
+        "prompts_per_step": 8,
+        "max_turns": 4,
+        "max_tokens": 60,
+        "keep_journal": True,
+        "turns": {"max_tokens": 12},
+        "steps": 1,
+    }
+    folder = run_folder(tmp_path, model, **settings)
+    write_json_atomic(
+        folder.engines, {**json.loads(folder.engines.read_text()), "max_model_len": 256}
+    )
+    code, told = finish(folder, ended)
+    assert code == 0, told
+    found = Journal(folder.journal, rank=0).read(0)
+    assert found is not None
+    names = set()
+    for group in found.groups:
+        names.add(name := str(group.draw.prompt.dataset))
+        is_played = name != "rows.jsonl"
+        says = group.draw.prompt.content[-1]["content"]
+        assert says.endswith(" Go on.") == is_played
+        for completion, scores in zip(group.completions, group.scores_GR, strict=True):
+            paid, spread_score = (score.value for score in scores)
+            assert (paid is None, spread_score is None) == (not is_played, is_played)
+            assert all(score.problem is None for score in scores)
+            assert is_played or len(completion.turns) == 1
+            if paid is not None:
+                assert (paid < 0) == (name == "less.jsonl")
+    assert names == {"less.jsonl", "talk.jsonl", "rows.jsonl"}
+
+
 def test_a_policy_learns_in_two_environments_of_several_turns_without_a_dataset(
     tmp_path: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:

@@ -50,13 +50,11 @@ def folded(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 def figure_rows(summary: Mapping[str, Any]) -> list[list[str]]:
     """Name and value of each plain figure of an evaluation's summary: `0.4167`, `60`, `1e-05`."""
-    rows = []
-    for name, value in summary.items():
-        if isinstance(value, float):
-            rows.append([name, f"{value:.4g}"])
-        elif isinstance(value, int | str):
-            rows.append([name, str(value)])
-    return rows
+    return [
+        [name, f"{value:.4g}" if isinstance(value, float) else str(value)]
+        for name, value in summary.items()
+        if isinstance(value, float | int | str)
+    ]
 
 
 def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
@@ -85,7 +83,12 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
     rows.append(("run", f"{_run_in_words(plan)}, seed {config['seed']}"))
     if trains and plan["length"] is not None:
         rows += _length_rows(plan)
-    rows += _changed_rows(plan["changed"])
+    changed = [
+        f"{name} {setting_in_words(value)} (default {setting_in_words(default)})"
+        for name, (value, default) in plan["changed"].items()
+    ]
+    if changed:
+        rows.append(("changed", ", ".join(changed)))
     if has_rollouts:
         rows += _engine_rows(plan)
     goes_on = ", going on from its last checkpoint" if resume else ""
@@ -130,15 +133,6 @@ def _time_lines(length: Mapping[str, Any]) -> list[str]:
         f"{quickest} to {slowest} on an idle machine, without evaluations",
         f"start {time['start_s']:.0f} s, a step {low:.1f} to {high:.1f} s",
     ]
-
-
-def _changed_rows(changed: Mapping[str, Sequence[Any]]) -> Rows:
-    """Show what is not at its default."""
-    texts = [
-        f"{name} {setting_in_words(value)} (default {setting_in_words(default)})"
-        for name, (value, default) in changed.items()
-    ]
-    return [("changed", ", ".join(texts))] if texts else []
 
 
 def _files_in_words(plan: Mapping[str, Any]) -> str:

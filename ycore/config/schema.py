@@ -49,6 +49,9 @@ TEACHER = "teacher:"
 AGREES = "agrees:"
 """The beginning of a reward's name for which the policy is a judge of pairs."""
 
+NO_ENVIRONMENT = "none"
+"""The environment that a dataset of several names to be played in none."""
+
 
 def _whole(text: str) -> str:
     if foreign_text(text) != text:
@@ -340,6 +343,9 @@ class MixturePart(RowSettings):
     limit: Positive | None = None
     # Those of the run's rewards that score it; None is all.
     rewards: Annotated[list[str], Field(min_length=1)] | None = None
+    # Which of the run's environments its prompts are played in, by name, or `none`; None is the run's only one, or what
+    # each row names.
+    environment: str | None = None
 
     @property
     def name(self) -> str:
@@ -492,10 +498,8 @@ class RunConfig(ScoredConfig, RowSettings):
         """The environments by name: the NAME of `NAME=file.py:Class`, or else the class."""
         by_name = {}
         for declared in self.env:
-            named = re.fullmatch(r"([\w-]+)=(.+)", declared)
-            reference = named[2] if named else declared
-            name = named[1] if named else reference.partition("?")[0].rpartition(":")[2]
-            by_name[name] = reference
+            name, reference = re.findall(r"^(?:([\w-]+)=(?=.))?(.*)", declared)[0]
+            by_name[name or reference.partition("?")[0].rpartition(":")[2]] = reference
         return by_name
 
     @property
@@ -508,8 +512,11 @@ class RunConfig(ScoredConfig, RowSettings):
             **{f"agent {word}": word for word in shlex.split(self.agent or "")[1:]},
         }
 
-    def environment_of(self, columns: Mapping[str, Any]) -> str | None:
-        """Return the name of a row's environment; None without any."""
+    def environment_of(self, dataset: str | None, columns: Mapping[str, Any]) -> str | None:
+        """Return the name of a row's environment, as its dataset or the row says; None where the run has none."""
+        for part in self.mixture:
+            if part.name == dataset and part.environment is not None:
+                return part.environment
         return (
             columns["environment"] if len(self.env) > 1 else next(iter(self.environments), None)
         )
@@ -588,12 +595,17 @@ class RunConfig(ScoredConfig, RowSettings):
             raise ConfigError(
                 f"the datasets of a run are told apart by their names, and they are {', '.join(names)}; rename one"
             )
-        known = [reward.reward for reward in self.rewards]
+        rewards = [reward.reward for reward in self.rewards]
+        environments = [*self.environments, NO_ENVIRONMENT]
         for part in self.mixture:
-            for name in part.rewards or ():
+            named = [(name, "reward", rewards) for name in part.rewards or ()]
+            if part.environment is not None:
+                named.append((part.environment, "environment", environments))
+            for name, kind, known in named:
                 if name not in known:
+                    way_out = nearest(name, known) or f"; take {' or '.join(known)}"
                     raise ConfigError(
-                        f"{part.name} names the reward {name!r}, which the run has not{nearest(name, known)}"
+                        f"{part.name} names the {kind} {name!r}, which the run has not{way_out}"
                     )
 
     def _check_policy_as_judge(self) -> None:

@@ -220,7 +220,9 @@ def _read_examples(
         )
     if pictures:
         for number, example in enumerate(examples):
-            _show(example, pictures.get(number, ()))
+            for name, content in example.items():
+                example[name] = in_blocks(content) if isinstance(content, list) else content
+            example["images"] = list(pictures.get(number, ()))
     if reader.needs.kind == "labelled":
         examples = _labelled(table, examples)
     num_lacking = sum("margin" not in example for example in examples)
@@ -342,13 +344,6 @@ def _images_of(
         )
     example[question] = with_marks(turns, images, row.place)
     return images
-
-
-def _show(example: Example, images: tuple[Image, ...]) -> None:
-    """Write the turns of an example in blocks, beside its pictures."""
-    for name, content in example.items():
-        example[name] = in_blocks(content) if isinstance(content, list) else content
-    example["images"] = list(images)
 
 
 def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Table:

@@ -85,7 +85,11 @@ def _mixed(config: RunConfig, **reading: Any) -> PromptSet:
     """Read every dataset by its own columns, and lay them end to end."""
     parts = {}
     for part in config.mixture:
-        settings = part.model_dump(exclude_defaults=True, exclude={"share", "rewards"})
+        settings = part.model_dump(
+            exclude_defaults=True, exclude={"share", "rewards", "environment"}
+        )
+        if part.environment is not None:  # then no row names its own
+            settings["env"] = [*filter(None, [config.environments.get(part.environment)])]
         alone = config.model_copy(update={**settings, "mixture": []})
         parts[part.name] = load_prompts(alone, **reading)
     if len({part.is_chat for part in parts.values()}) > 1:
@@ -130,7 +134,7 @@ class MixedRows(Sequence[Prompt]):
 def row_at(prompts: Sequence[Prompt], seed: int, position: int) -> int:
     """Return the row that a run draws at `position`. Of several datasets each has its percent of every hundred."""
     if not isinstance(prompts, MixedRows):
-        return PromptOrder(seed=seed, num_rows=len(prompts)).row_at(position)
+        return row_of_order(seed, len(prompts), position)
     cycle, place = divmod(position, sum(prompts.counts))
     slot = int(_permutation(seed, cycle, sum(prompts.counts))[place])
     first = 0
@@ -139,23 +143,16 @@ def row_at(prompts: Sequence[Prompt], seed: int, position: int) -> int:
             break
         slot -= count
         first += size
-    return first + PromptOrder(seed=seed, num_rows=size).row_at(cycle * count + slot)
+    return first + row_of_order(seed, size, cycle * count + slot)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptOrder:
-    """A permutation of the rows for each epoch: a pure function of seed, number of rows and position.
+def row_of_order(seed: int, num_rows: int, position: int) -> int:
+    """Return the row at `position`, which counts from 0 over all epochs: each epoch has a permutation of its own.
 
-    Example: `PromptOrder(seed=0, num_rows=3)` gives `row_at(0..2)` some order of 0, 1, 2 and `row_at(3..5)` another.
+    Example: of 3 rows the positions 0 to 2 give some order of 0, 1, 2, and 3 to 5 another.
     """
-
-    seed: int
-    num_rows: int
-
-    def row_at(self, position: int) -> int:
-        """Return the row that the run draws at `position`, which counts from 0 over all epochs."""
-        epoch, place = divmod(position, self.num_rows)
-        return int(_permutation(self.seed, epoch, self.num_rows)[place])
+    epoch, place = divmod(position, num_rows)
+    return int(_permutation(seed, epoch, num_rows)[place])
 
 
 @lru_cache(maxsize=16)  # a round that crosses the end of an epoch reads from both

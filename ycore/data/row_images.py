@@ -52,7 +52,10 @@ def with_marks(content: Content, images: Sequence[Image], place: str) -> Content
         )
     num_places = _count(content, IMAGE_MARK)
     if not num_places and _count(content, _HUB_MARK) == len(images):
-        content = _replaced(content, _HUB_MARK, IMAGE_MARK)
+        content = [
+            {**turn, "content": (turn["content"] or "").replace(_HUB_MARK, IMAGE_MARK)}
+            for turn in content
+        ]
         num_places = len(images)
     if not num_places:
         first = next((turn for turn in content if turn["role"] == "user"), None)
@@ -71,10 +74,6 @@ def with_marks(content: Content, images: Sequence[Image], place: str) -> Content
 
 def _count(content: Sequence[Message], mark: str) -> int:
     return sum((turn["content"] or "").count(mark) for turn in content)
-
-
-def _replaced(content: Sequence[Message], mark: str, by: str) -> list[Message]:
-    return [{**turn, "content": (turn["content"] or "").replace(mark, by)} for turn in content]
 
 
 def _listed(value: Any, row: TableRow) -> list[Any]:

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ycore.config.schema import RunConfig
+from ycore.config.schema import NO_ENVIRONMENT, RunConfig
 from ycore.errors import ConfigError, RewardError
 from ycore.foreign import (
     ForeignRefused,
@@ -150,11 +150,14 @@ def describe_tools(
     if PYTHON in config.tools:
         require_sandbox(choose_level(config.sandbox.level), f"tool {PYTHON!r}")
     confinement = _tools_confinement(config, run_folder=run_folder, run_id="check")
+    environments = dict[str | None, str | None](config.environments.items())
     if not config.env:
-        return {None: asyncio.run(_describe(config, None, confinement))}
+        environments[None] = None
+    if any(part.environment == NO_ENVIRONMENT for part in config.mixture):
+        environments.setdefault(NO_ENVIRONMENT)
     return {
         name: asyncio.run(_describe(config, env, confinement))
-        for name, env in config.environments.items()
+        for name, env in environments.items()
     }
 
 
@@ -340,8 +343,8 @@ class Episode:
         self._settings = pool.config.turns
         self._seed_key = f"{pool.config.seed}/{position}"
         self._index = index
-        environment = pool.config.environment_of(prompt.columns)
-        self._env = None if environment is None else pool.config.environments[environment]
+        environment = pool.config.environment_of(prompt.dataset, prompt.columns)
+        self._env = pool.config.environments.get(environment or "")
         self._stack = AsyncExitStack()
         self._worker: ToolWorker | None = None
         self._interpreter: ToolWorker | None = None
@@ -397,6 +400,8 @@ class Episode:
 
     async def reward(self) -> Score:
         """Return what the environment pays for the whole episode."""
+        if self._env is None:
+            return Score(None)
         if self._problem is None and self._worker is not None:
             try:
                 value = await self._timed(self._ask("reward"))
@@ -409,7 +414,9 @@ class Episode:
         return Score(None, problem=f"environment: {self._problem}"[:300])
 
     async def attributes(self) -> str | None:
-        """Return the environment's attributes as JSON; None where it is lost."""
+        """Return the environment's attributes as JSON; None where it is lost, or there is none."""
+        if self._env is None:
+            return None
         with suppress(CallFailed, RewardError, OutOfTime, ForeignRefused):
             value = await self._timed(self._ask("attributes"))
             return json.dumps(foreign_json(value)) if isinstance(value, str) else None

@@ -42,7 +42,7 @@ class RunDialogues:
 
     def of_prompt(self, prompt: Prompt) -> Dialogue:
         """Return the dialogue of a prompt's environment."""
-        return self._by_environment[self._config.environment_of(prompt.columns)]
+        return self._by_environment[self._config.environment_of(prompt.dataset, prompt.columns)]
 
     def of_tools(self, tools: str) -> Dialogue:
         """Return the dialogue with an agent that has these tools, as JSON."""

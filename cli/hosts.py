@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, TextIO
@@ -32,17 +32,31 @@ _JOIN = "import ycore_cli; from ycore_cli.hosts import join; join(); ycore_cli.s
 _GREETING = b"ycore-host"
 _BEAT, _STOP = b".", b"!"
 _BEAT_S = 0.5
-_SILENT_S = 6.0
+_SILENT_S = 4.5  # before the other machines know that this one is silent, and wait for it
+_TRY_AGAIN_S = 8.0  # longer than the others need to end, if they do not wait for the host
 _NO_CONNECTION = 255  # ssh's own exit status
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Host:
     """A host by its name for ssh. Errors of all but the first are shown with their names."""
 
     name: str
     is_first: bool
-    ssh: "subprocess.Popen[bytes]"
+    said: set[bytes]
+    """Lines of errors that any host has said."""
+
+    def connect(self) -> None:
+        """Let the host wait for its command."""
+        join = shlex.join([sys.executable, "-P", "-c", _JOIN])
+        self.ssh = subprocess.Popen(
+            [*_SSH.split(), self.name, f"cd {shlex.quote(os.getcwd())} && exec {join}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C reaches this process only
+        )
 
     def address(self) -> str:
         """Return where ssh has reached it; ConfigError where it cannot run the command."""
@@ -64,28 +78,26 @@ class Host:
         with suppress(OSError):  # an end is seen in the status
             self.ssh.stdin.write(orders)
 
-    def show(self, source: IO[bytes] | None, target: TextIO, said: set[bytes]) -> None:
+    def start(self, words: Sequence[str], place: Mapping[str, str]) -> None:
+        """Give it the command, its variables and its place among the hosts, and show what it prints."""
+        self.send(json.dumps([words, dict(os.environ), place]).encode() + b"\n")
+        self.readers = [
+            threading.Thread(target=self._show, args=streams, daemon=True)
+            for streams in ((self.ssh.stdout, sys.stdout), (self.ssh.stderr, sys.stderr))
+        ]
+        for reader in self.readers:
+            reader.start()
+
+    def _show(self, source: IO[bytes] | None, target: TextIO) -> None:
         """Print the lines of its output or errors; of another than the first, only errors that no host has said yet."""
         prefix = "" if self.is_first else f"{self.name}: "
         for line in source or ():
-            if self.is_first or (target is sys.stderr and line not in said):
+            is_new = target is sys.stderr and line not in self.said
+            if (self.is_first or is_new) and not line.startswith(_GREETING):
                 print(
                     f"{prefix}{line.decode(errors='replace')}", end="", file=target, flush=True
                 )
-            said.add(line)
-
-
-def _reach(name: str, *, is_first: bool) -> Host:
-    join = shlex.join([sys.executable, "-P", "-c", _JOIN])
-    ssh = subprocess.Popen(
-        [*_SSH.split(), name, f"cd {shlex.quote(os.getcwd())} && exec {join}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
-        start_new_session=True,  # Ctrl-C reaches this process only
-    )
-    return Host(name, is_first, ssh)
+            self.said.add(line)
 
 
 def run_on_hosts(names: Sequence[str], words: Sequence[str]) -> int:
@@ -97,15 +109,18 @@ def run_on_hosts(names: Sequence[str], words: Sequence[str]) -> int:
         raise ConfigError(
             "--hosts needs OpenSSH's client, and there is no ssh here; install it"
         )
+    said: set[bytes] = set()
+    hosts = [Host(name, number == 0, said) for number, name in enumerate(names)]
     with StopRequests() as stops:
-        hosts = [_reach(name, is_first=number == 0) for number, name in enumerate(names)]
         try:
+            for host in hosts:
+                host.connect()
             with stops.at_once():
-                place = _meeting_place(hosts)
-            for number, host in enumerate(hosts):
-                place["NODE_RANK"] = str(number)
-                host.send(json.dumps([words, dict(os.environ), place]).encode() + b"\n")
-            return _follow(hosts, stops)
+                common = _meeting_place(hosts)
+            places = [common | {"NODE_RANK": str(number)} for number in range(len(hosts))]
+            for host, place in zip(hosts, places, strict=True):
+                host.start(words, place)
+            return _follow(hosts, stops, words, places)
         finally:
             for host in hosts:
                 host.ssh.kill()
@@ -133,32 +148,41 @@ def _meeting_place(hosts: Sequence[Host]) -> dict[str, str]:
     return {"NNODES": str(len(hosts)), "MASTER_ADDR": address, MEETING_SECRET: secret}
 
 
-def _follow(hosts: Sequence[Host], stops: StopRequests) -> int:
-    """Pass on output and requests to stop until all have ended; one that ends badly stops the others."""
-    said: set[bytes] = set()
-    readers = [
-        threading.Thread(target=host.show, args=(source, target, said), daemon=True)
-        for host in hosts
-        for source, target in ((host.ssh.stdout, sys.stdout), (host.ssh.stderr, sys.stderr))
-    ]
-    for reader in readers:
-        reader.start()
+def _follow(
+    hosts: Sequence[Host],
+    stops: StopRequests,
+    words: Sequence[str],
+    places: Sequence[Mapping[str, str]],
+) -> int:
+    """Pass on output and requests to stop until all have ended; one that ends badly stops the others.
+
+    A host that is gone is tried again for as long as the others wait for it (`--restarts`).
+    """
+    resumed = [*words, *([] if {"resume", "--resume"} & {*words} else ["--resume"])]
     num_stops = 0
+    lost_at: dict[Host, float] = {}
     while None in (codes := [host.ssh.poll() for host in hosts]):
-        has_failed = any(code not in (None, 0, Interrupted.exit_code) for code in codes)
-        wanted = max(stops.count, has_failed)
-        for host in hosts:
+        expected = (None, 0, Interrupted.exit_code, _NO_CONNECTION)
+        wanted = max(stops.count, any(code not in expected for code in codes))
+        for host, code, place in zip(hosts, codes, places, strict=True):
             if wanted > 2:  # it may be frozen
                 host.ssh.kill()
             host.send(_BEAT + _STOP * (wanted - num_stops))
+            if code != _NO_CONNECTION:
+                lost_at.pop(host, None)
+                continue
+            lost_s = time.monotonic() - lost_at.setdefault(host, time.monotonic())
+            if lost_s > _TRY_AGAIN_S and not wanted:
+                host.connect()
+                host.start(resumed, place)
         num_stops = wanted
         time.sleep(_BEAT_S)
-    for reader in readers:
-        reader.join()
     for host in hosts:
+        for reader in host.readers:
+            reader.join()
         if host.ssh.returncode == _NO_CONNECTION:
             print(
-                f"error: no connection to host {host.name} any more; it stops by itself after {_SILENT_S:.0f} s",
+                f"error: no connection to host {host.name} any more; it stops by itself after {_SILENT_S:g} s",
                 file=sys.stderr,
             )
     ends = {host.ssh.returncode for host in hosts}

@@ -48,6 +48,10 @@ class RunError(YcoreError, RuntimeError):
     """A run that began and could not go on."""
 
 
+class MachineLost(RunError):
+    """Another machine of the run that is gone, and may come back."""
+
+
 class PeerError(RunError):
     """Another rank that did not come."""
 

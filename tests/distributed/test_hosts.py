@@ -258,6 +258,25 @@ def cut_host(terminal: Terminal) -> None:
     terminal.hosts[1].cut()
 
 
+@pytest.mark.parametrize("lose", [kill_on_host, cut_host])
+def test_a_host_that_is_lost_is_started_again(
+    terminal: Terminal, lose: Callable[[Terminal], None]
+) -> None:
+    terminal.open_doors()
+    command = terminal.start("--steps 60 --restarts 1")
+    terminal.wait_for_steps(2)
+    lose(terminal)
+    began = time.monotonic()
+    while "waits for all others (1 of 1)" not in terminal.said():
+        assert time.monotonic() < began + ENDED_WITHIN_S, terminal.said()
+        time.sleep(0.1)
+    terminal.hosts[1].join()
+    assert command.wait(HANG_S) == 0, terminal.said()
+    assert terminal.said().count("2 machines have met") == 2
+    print(f"{lose.__name__}: {time.monotonic() - began:.0f} s to the end of 60 steps")
+    terminal.assert_nothing_is_left(terminal.hosts, time.monotonic())
+
+
 FAULTS: dict[Callable[[Terminal], None], tuple[int, str, str]] = {
     interrupt: (130, "interrupted: stopped after step", "interrupted"),
     interrupt_twice: (130, "interrupted: stopped", "interrupted"),

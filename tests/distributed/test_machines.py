@@ -57,19 +57,34 @@ class Machines:
     ) -> None:
         options = {} if ranks is None else {"trainer": ranks}
         paths = [str(ROOT)] if ranks is None else [str(self.place / "light"), str(ROOT)]
-        for number, host in enumerate(self.hosts):
-            environment = {
-                **ENVIRONMENT,
-                "NODE_RANK": str(number),
-                "NNODES": str(len(self.hosts)),
-                "MASTER_ADDR": main or self.hosts[0].address,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "OMP_NUM_THREADS": "1",
-            }
-            command = command_line(f"{WORDS} {steps} {more}", scripted_engine=options)
-            log = self.place / f"{host.name}.log"
+        command = command_line(f"{WORDS} {steps} {more}", scripted_engine=options)
+        environment = {
+            **ENVIRONMENT,
+            "NNODES": str(len(self.hosts)),
+            "MASTER_ADDR": main or self.hosts[0].address,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+        }
+        for number in range(len(self.hosts)):
             cwd = self.place if folders is None else folders[number]
-            self.nodes.append(host.start(command, cwd=cwd, log=log, environment=environment))
+            self.nodes.append(self.start_on(number, command, cwd, environment))
+        self.last = command, environment
+
+    def start_on(
+        self, number: int, command: list[str], cwd: Path, environment: dict[str, str]
+    ) -> Popen[bytes]:
+        return self.hosts[number].start(
+            command,
+            cwd=cwd,
+            log=self.place / f"{self.hosts[number].name}.log",
+            environment=environment | {"NODE_RANK": str(number)},
+        )
+
+    def come_back(self, number: int) -> None:
+        """Start the command again on one machine."""
+        command, environment = self.last
+        words = [*command, "--resume"]
+        self.nodes[number] = self.start_on(number, words, self.place, environment)
 
     def go_on(self, **given: Any) -> None:
         """Start it again, on the network as it was at first."""
@@ -222,7 +237,7 @@ def one_fault(machines: Machines, fault: Any, victim: int) -> float:
             # Of a cut in a line of several machines each end is right.
             assert name in line or fault in (cut_network, cut_power), line
             # Said at once: to clear up takes seconds.
-            assert "; this machine ends\n" in machines.said(number)
+            assert "; its processes end here\n" in machines.said(number)
     machines.nodes[victim].send_signal(signal.SIGCONT)  # where it was frozen
     if fault not in (kill_command, cut_power):
         machines.wait([victim], ENDED_WITHIN_S)
@@ -286,15 +301,78 @@ def learnt(row: dict[str, Any]) -> list[float]:
     return [row[name] for name in ("reward", "loss", "grad_norm")]
 
 
-def test_a_restart_is_one_of_all_machines(make: Make) -> None:
+def test_ctrl_c_ends_the_wait_for_a_machine(make: Make) -> None:
     machines = make(2)
-    machines.start(steps=30, more="--restarts 1")
+    machines.start(steps=10_000, more="--restarts 1")
+    machines.wait_for_steps(2)
+    kill_command(machines, 1)
+    known_after(machines, [0], "waits for all others", time.monotonic())
+    interrupt(machines, 0)
+    assert machines.wait(within_s=ENDED_WITHIN_S)[0] == 130, machines.said(0)
+    machines.assert_nothing_is_left([0, 1])
+
+
+@pytest.mark.parametrize("ranks", [MODULE, pytest.param(None, marks=pytest.mark.verify)])
+def test_a_restart_is_one_of_all_machines(make: Make, ranks: str | None) -> None:
+    machines = make(2)
+    num_steps = 30 if ranks else 8
+    machines.start(steps=num_steps, ranks=ranks, more="--restarts 1")
     machines.wait_for_steps(2)
     kill_rank(machines, 1)
     assert machines.wait() == [0, 0], [machines.said(n) for n in range(2)]
+    assert read_metrics(machines.folder.metrics)[-1]["step"] == num_steps
     for number in range(2):
         assert machines.said(number).count("resuming from the newest checkpoint (1 of 1)") == 1
     assert "machine 1 (node1)" in machines.said(0)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_wait_for_a_machine_that_comes_back(make: Make, victim: int) -> None:
+    """The command is killed there and started again; later the network is cut for a while."""
+    machines = make(2)
+    machines.start(steps=60, more="--restarts 2")
+    machines.wait_for_steps(2)
+    other = 1 - victim
+    kill_command(machines, victim)
+    known_after(machines, [other], "waits for all others (1 of 2)", time.monotonic())
+    machines.come_back(victim)
+    began = time.monotonic()
+    while machines.said(other).count("2 machines have met") < 2:
+        assert time.monotonic() < began + ENDED_WITHIN_S, machines.said(other)
+        time.sleep(0.1)
+    machines.wait_for_steps(len(read_metrics(machines.folder.metrics)) + 2)
+    cut_network(machines, victim)
+    known_after(machines, [0, 1], "silent for", time.monotonic())
+    machines.hosts[victim].join()
+    assert machines.wait() == [0, 0], [machines.said(n) for n in range(2)]
+    for number in range(2):
+        assert machines.said(number).count("2 machines have met") == 3
+    machines.assert_nothing_is_left([0, 1])
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("fault", [kill_command, cut_network, cut_power])
+def test_a_real_run_goes_on_when_a_machine_comes_back(make: Make, fault: Any) -> None:
+    """Steps after the newest checkpoint come out of the journal to the bit."""
+    machines = make(2)
+    machines.start(
+        steps=12, ranks=None, more="--restarts 1 --set checkpoint_every=3 --set seed=7"
+    )
+    machines.wait_for_steps(5)
+    before = read_metrics(machines.folder.metrics)
+    fault(machines, 1)
+    began = time.monotonic()
+    known_after(machines, [0], "waits for all others (1 of 1)", began)
+    machines.hosts[1].join()
+    if fault is not cut_network:
+        machines.come_back(1)
+    assert machines.wait() == [0, 0], [machines.said(n) for n in range(2)]
+    print(f"{fault.__name__}: {time.monotonic() - began:.0f} s from the fault to the end")
+    after = read_metrics(machines.folder.metrics)
+    assert [row["step"] for row in after] == list(range(1, 13))
+    repeated = after[: len(before)]
+    assert [learnt(row) for row in repeated] == [learnt(row) for row in before]
+    machines.assert_nothing_is_left([0, 1])
 
 
 def test_ctrl_c_on_all_after_the_last_step_is_no_failure(make: Make) -> None:

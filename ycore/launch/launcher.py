@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ycore.config.schema import BaseConfig, RunConfig, ScoredConfig, TuneConfig
-from ycore.errors import Interrupted, RunError, YcoreError
+from ycore.errors import Interrupted, MachineLost, RunError, YcoreError
 from ycore.launch.engine_watch import EngineWatch, start_engines
 from ycore.launch.engines import fetch_for_run, plan_engines
 from ycore.launch.guardian import guarded
@@ -24,7 +24,7 @@ from ycore.launch.machine_checks import check_run
 from ycore.launch.machines import Machines, meeting
 from ycore.launch.supervise import RunKind, Supervisor, TrainerLimits
 from ycore.run.checkpoints import checkpoints_in, step_of
-from ycore.run.claim import claim, run_facts
+from ycore.run.claim import Claim, claim, run_facts
 from ycore.run.files import as_run_error, read_json, write_json_atomic
 from ycore.run.interrupt import StopRequests
 from ycore.run.metrics import Status, read_metrics, summarise
@@ -70,40 +70,40 @@ def run_worker(
     began = time.monotonic()
     config = on_machine(config)
     site = site_of(config, trains=kind.trains)
-    with meeting(site.layout, run_facts(config, contents or {}), say=_say) as machines:
-        if isinstance(config, RunConfig):
-            check_run(config, site)
-        folder_claim = claim(site.folder, config, resume=resume)
-        for of_last_run in (site.folder.step_began, site.folder.work):
-            of_last_run.unlink(missing_ok=True)
-        activity = RunActivity(site.folder.root)
-        if kind.trains:
-            whole = checkpoints_in(site.folder.checkpoints)
-            progress = open_progress(
-                config.steps or num_steps,
-                look=activity.look,
-                first_step=step_of(whole[-1]) if whole else 0,
-            )
-        else:
-            progress = open_progress(None, unit="prompts", look=activity.look)
-        run = LocalRun(kind, config, site, progress, began)
-        # Ctrl-C makes no other end of one that has come, while it is summed up.
-        with StopRequests() as stops:
-            try:
-                with guarded(site.folder, folder_claim):
-                    run.work(stops, machines)
-                summary = run.sum_up("finished")
-                return summary | {"stop_asked": True} if stops.count else summary
-            except (YcoreError, KeyboardInterrupt) as error:
-                run.end(error)
+    facts = run_facts(config, contents or {})
+    restarts = limits_of(config).restarts
+    num_lost = 0
+    while True:
+        try:
+            with meeting(site.layout, facts, say=_say) as machines:
+                if isinstance(config, RunConfig):
+                    check_run(config, site)
+                folder_claim = claim(site.folder, config, resume=resume)
+                resume = True
+                progress = _open_progress(kind, config, site.folder, num_steps)
+                run = LocalRun(kind, config, site, progress, began)
+                return run.to_its_end(machines, folder_claim)
+        except MachineLost as error:
+            num_lost += 1
+            if num_lost > restarts:
                 raise
-            except Exception as error:  # noqa: BLE001 -- a defect ends in one line too
-                known = run.known_error(error)
-                run.end(known)
-                raise known from None
-            finally:
-                progress.close()
-                folder_claim.release()
+            _say(f"{error}; this machine waits for all others ({num_lost} of {restarts})")
+
+
+def _open_progress(
+    kind: RunKind, config: BaseConfig, folder: RunFolder, num_steps: int | None
+) -> RunProgress:
+    for of_last_run in (folder.step_began, folder.work):
+        of_last_run.unlink(missing_ok=True)
+    activity = RunActivity(folder.root)
+    if not kind.trains:
+        return open_progress(None, unit="prompts", look=activity.look)
+    checkpoints = checkpoints_in(folder.checkpoints)
+    return open_progress(
+        config.steps or num_steps,
+        look=activity.look,
+        first_step=step_of(checkpoints[-1]) if checkpoints else 0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,26 @@ class LocalRun:
     site: Site
     progress: RunProgress
     began: float
+
+    def to_its_end(self, machines: Machines, folder_claim: Claim) -> dict[str, Any]:
+        """Return the summary of a run that finishes; sum up every other end, and raise its error."""
+        # Ctrl-C makes no other end of one that has come, while it is summed up.
+        with StopRequests() as stops:
+            try:
+                with guarded(self.site.folder, folder_claim):
+                    self.work(stops, machines)
+                summary = self.sum_up("finished")
+                return summary | {"stop_asked": True} if stops.count else summary
+            except (YcoreError, KeyboardInterrupt) as error:
+                self.end(error)
+                raise
+            except Exception as error:  # noqa: BLE001 -- a defect ends in one line too
+                known = self.known_error(error)
+                self.end(known)
+                raise known from None
+            finally:
+                self.progress.close()
+                folder_claim.release()
 
     def work(self, stops: StopRequests, machines: Machines) -> None:
         """Fetch the models, start engines and trainer, and return when the trainer has finished."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from ycore.errors import ConfigError, Interrupted, RunError
+from ycore.errors import ConfigError, Interrupted, MachineLost, RunError
 from ycore.foreign import foreign_json
 from ycore.launch.layout import MEETING_SECRET, Layout
 from ycore.run.claim import contents_that_differ, settings_that_differ
@@ -78,10 +78,11 @@ class Machines:
         return dict(sorted(self._said[kind].items()))
 
     def check(self) -> None:
-        """Raise RunError where another machine has failed, or is gone."""
+        """Raise RunError where another machine has failed, MachineLost where it is gone."""
         for machine, (exit_code, reason) in self._of_others("end").items():
             if exit_code != Interrupted.exit_code:
-                raise RunError(f"{self.name(machine)}: {reason}")
+                kind = MachineLost if exit_code is None else RunError
+                raise kind(f"{self.name(machine)}: {reason}")
 
     def _check_meeting(self) -> None:
         """Raise RunError where another machine has failed, Interrupted where it was stopped: they cannot meet."""
@@ -154,9 +155,12 @@ class Machines:
             TypeError,
         ):  # a stranger's, where it has not said who it is
             pass
+        if machine not in self._said["place"]:  # an earlier run's store, at the same port
+            self._links.pop(0, None)
+            return
         is_done = self._closed.is_set() or machine in self._said.get("done", ())
-        if machine is not None and not is_done:
-            self._take(machine, "end", [1, reason], link)
+        if not is_done:
+            self._take(machine, "end", [None, reason], link)
 
     def _admit(self, link: socket.socket, sender: int, secret: Any) -> int:
         """Let a machine in, and tell it what was said before it came; ValueError where it has no place here."""
@@ -203,7 +207,7 @@ class Machines:
                 self._check_meeting()
                 now = time.monotonic()
                 if now - began > _MEET_WITHIN_S:
-                    raise ConfigError(self._who_is_missing())
+                    raise RunError(self._who_is_missing())
                 if now - named > _NAMED_EVERY_S:
                     named = now
                     self.say(self._who_is_missing())
@@ -310,7 +314,8 @@ def meeting(
     layout: Layout, facts: Mapping[str, Any], *, say: Callable[[str], None]
 ) -> Iterator[Machines]:
     """Meet the other machines, and tell them how this one ends, if not well. `facts`: as `claim.run_facts` returns."""
-    machines = Machines(layout, say, secret=os.environ.pop(MEETING_SECRET, ""))
+    secret = os.environ.pop(MEETING_SECRET, "")
+    machines = Machines(layout, say, secret=secret)
     try:
         machines.meet(facts)
         yield machines
@@ -323,6 +328,7 @@ def meeting(
         raise
     finally:
         machines.close()
+        os.environ[MEETING_SECRET] = secret  # of the next meeting, where a machine was lost
 
 
 def _send(link: socket.socket, sender: int, kind: str, value: Any) -> None:

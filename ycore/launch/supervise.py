@@ -104,8 +104,9 @@ class Supervisor:
                     # Ranks take SIGTERM for a request to save, and other machines wait for them.
                     self._trainer.send(signal.SIGKILL)
                     if self.machines.count > 1:  # to clear up takes seconds
-                        self.progress.say(f"{error}; this machine ends")
-                    raise type(error)(f"{error}{self._hint}") from None
+                        self.progress.say(f"{error}; its processes end here")
+                    kind = RunError if self._num_stops else type(error)
+                    raise kind(f"{error}{self._hint}") from None
                 self._restart(error)
 
     def _start_trainer(self) -> ManagedProcess | RankedTrainer:

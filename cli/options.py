@@ -218,7 +218,9 @@ OPTIONS: Mapping[str, Any] = {
     "log_every": whole_number(
         "Steps between tables of completions in trackers [10]; see also TRL's --log-completions."
     ),
-    "restarts": whole_number("How often a trainer that dies is started again, and a lost machine waited for [0]."),
+    "restarts": whole_number(
+        "How often a trainer that dies is started again, and a lost machine waited for [0]."
+    ),
     "resume": flag("Go on from the newest whole checkpoint in --output.", "--resume"),
     "resume_from": text(
         "Go on from this checkpoint; 0 is the beginning; e.g. 40.", metavar="STEP|PATH"

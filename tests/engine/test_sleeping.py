@@ -22,7 +22,6 @@ from ycore.engine.server import (
     DROP,
     KEEP,
     SleepingEngine,
-    SleepLevels,
     SleepTogether,
     asleep_file,
     mark_asleep,
@@ -48,12 +47,12 @@ class ScriptedServer:
         self.calls.append("reload")
 
 
-def slept_and_woken(socket: Path, levels: SleepLevels | None = None) -> list[str]:
+def slept_and_woken(socket: Path, level: int = DROP) -> list[str]:
     """All calls of a sleep and the wake after it, each asked for twice."""
     server = ScriptedServer(socket)
 
     async def work() -> None:
-        engine = SleepingEngine(server, refill=server.reload, levels=levels)
+        engine = SleepingEngine(server, refill=server.reload, level=level)
         for _ in range(2):
             await engine.sleep()
         assert not engine.has_weights and asleep_file(socket).is_file()
@@ -69,28 +68,21 @@ def test_a_policy_is_dropped_and_loaded_before_the_cache(tmp_path: Path) -> None
     assert slept_and_woken(tmp_path / "e.sock") == ["POST /sleep?level=2", *WITH_RELOAD]
 
 
-def test_kept_weights_are_not_loaded_again_and_each_level_is_measured(tmp_path: Path) -> None:
-    levels = SleepLevels()
-    assert slept_and_woken(tmp_path / "e.sock", levels) == ["POST /sleep?level=1", *WAKE]
-    assert set(levels.seconds) == {KEEP}
-    assert slept_and_woken(tmp_path / "e.sock", levels) == ["POST /sleep?level=2", *WITH_RELOAD]
-    assert DROP in levels.seconds
+def test_kept_weights_are_not_loaded_again(tmp_path: Path) -> None:
+    assert slept_and_woken(tmp_path / "e.sock", KEEP) == ["POST /sleep?level=1", *WAKE]
 
 
 @pytest.mark.parametrize(("level", "calls"), [(KEEP, WAKE), (DROP, WITH_RELOAD)])
 def test_whoever_put_it_to_sleep_it_wakes_from_that_level(
     tmp_path: Path, level: int, calls: list[str]
 ) -> None:
-    socket, levels = tmp_path / "e.sock", SleepLevels()
+    socket = tmp_path / "e.sock"
     server = ScriptedServer(socket)
     mark_asleep(socket, level)
-    engine = SleepingEngine(server, refill=server.reload, levels=levels)
+    engine = SleepingEngine(server, refill=server.reload)
     assert not engine.has_weights
     asyncio.run(engine.wake())
     assert server.calls == calls
-    assert level not in levels.seconds, (
-        "who did not see it fall asleep cannot say what that took"
-    )
 
 
 class KilledAfter(ScriptedServer):
@@ -113,10 +105,9 @@ class KilledAfter(ScriptedServer):
 def test_weights_that_may_be_lost_are_loaded_by_the_next_trainer(
     tmp_path: Path, num_calls: int
 ) -> None:
-    socket, levels = tmp_path / "e.sock", SleepLevels()
+    socket = tmp_path / "e.sock"
     killed = KilledAfter(socket, num_calls)
-    levels.observe(KEEP, 9.0)
-    first = SleepingEngine(killed, refill=killed.reload, levels=levels)
+    first = SleepingEngine(killed, refill=killed.reload)
 
     async def work() -> None:
         await first.sleep()
@@ -125,8 +116,8 @@ def test_weights_that_may_be_lost_are_loaded_by_the_next_trainer(
     with pytest.raises(SystemExit):
         asyncio.run(work())
     assert killed.calls[0] == "POST /sleep?level=2"
-    assert slept_and_woken(socket, SleepLevels()) == ["POST /sleep?level=2", *WITH_RELOAD]
-    assert slept_and_woken(socket, SleepLevels()) == ["POST /sleep?level=1", *WAKE], (
+    assert slept_and_woken(socket, KEEP) == ["POST /sleep?level=2", *WITH_RELOAD]
+    assert slept_and_woken(socket, KEEP) == ["POST /sleep?level=1", *WAKE], (
         "and then it is over"
     )
 
@@ -357,21 +348,5 @@ def test_a_run_whose_engines_sleep_learns_the_same(place: Path, placement: str) 
     judges = [";".join(rests(asleep, f"judge-{slot}")) for slot in (0, 1)]
     assert all(re.fullmatch(f"({A_NAP};)*{ASLEEP}", rested) for rested in judges), judges
     said = {word for rested in judges for word in rested.split(";")}
-    assert {"sleeps at level 1", "sleeps at level 2", "wakes: kv_cache"} <= said, (
-        "one judge of two wakes twice in three rounds"
-    )
-    assert "loads" in said or placement == "dynamic", (
-        "two judges that wake twice each are not woken from the second level"
-    )
-
-
-def test_a_frozen_model_tries_both_levels_and_keeps_the_cheaper() -> None:
-    levels = SleepLevels()
-    assert levels.choose() == KEEP
-    levels.observe(KEEP, 12.8)
-    assert levels.choose() == DROP
-    levels.observe(DROP, 6.8)
-    assert levels.choose() == DROP
-    for _ in range(5):
-        levels.observe(DROP, 20.0)
-    assert levels.choose() == KEEP
+    assert {"sleeps at level 1", "wakes: kv_cache"} <= said
+    assert "sleeps at level 2" not in said, "frozen weights are kept"

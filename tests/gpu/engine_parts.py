@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import write_tiny_model
 from ycore.engine import SamplingParams, WeightSource
 from ycore.engine.commands import EngineSpec
-from ycore.engine.server import KEEP, SleepingEngine, SleepLevels
+from ycore.engine.server import KEEP, SleepingEngine
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import engine_weights, note_weights, write_weights
 from ycore.errors import RunError
@@ -101,7 +101,7 @@ async def _sleep_and_wake(
         await engine.load_weights(weights, 1)
         said.append(f"weights loaded and proved in {time.perf_counter() - began:.2f} s")
         expected = await _tokens(engine)
-        keeping = SleepingEngine(engine, levels=_Always(KEEP))
+        keeping = SleepingEngine(engine, level=KEEP)
         assert engine.sleeper is not None
         await checked(1, keeping)
         await checked(2, engine.sleeper)
@@ -135,15 +135,6 @@ async def _same_after_restart(spec: EngineSpec, weights: Path, said: list[str]) 
         said.append("a new engine in place of one killed asleep sleeps and wakes")
     finally:
         await engine.close()
-
-
-class _Always(SleepLevels):
-    def __init__(self, level: int) -> None:
-        super().__init__()
-        self._level = level
-
-    def choose(self) -> int:
-        return self._level
 
 
 def _client(spec: EngineSpec) -> VllmEngine:

@@ -21,7 +21,6 @@ then may leave weights dropped, so the next sleep is at least as deep.
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -299,27 +298,12 @@ def mark_asleep(socket: Path, level: int) -> None:
     changing.replace(asleep_file(socket))
 
 
-class SleepLevels:
-    """Chooses the sleep level of one frozen model: tries each once, then keeps the cheaper."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[int, float] = {}  # by level, of a sleep and the wake after it
-
-    def choose(self) -> int:
-        """Return KEEP or DROP, for the next sleep."""
-        return min((KEEP, DROP), key=lambda level: self.seconds.get(level, -1.0))
-
-    def observe(self, level: int, seconds: float) -> None:
-        """Record what a sleep at this level and the wake after it took together."""
-        self.seconds[level] = (self.seconds.get(level, seconds) + seconds) / 2
-
-
 class SleepingEngine:
     """An engine that can sleep.
 
     Args:
         refill: Loads weights that were dropped; by default the engine reads its model from disk.
-        levels: Chooses the level of every sleep; None always drops the weights.
+        level: DROP, or KEEP, which needs memory of the machine and no refill.
 
     Attributes:
         has_weights: False from falling asleep until weights may be loaded again.
@@ -330,22 +314,20 @@ class SleepingEngine:
         server: Server,
         *,
         refill: Callable[[], Awaitable[None]] | None = None,
-        levels: SleepLevels | None = None,
+        level: int = DROP,
     ) -> None:
         self._server = server
         self._asleep = asleep_file(server.socket)
         self._changing = server.socket.with_suffix(_CHANGING)
         self._refill = refill or partial(reload_from_disk, server)
-        self._levels = levels
-        self._sleep_s: float | None = None
+        self._level = level
         self.has_weights = not self._asleep.exists()
 
     async def sleep(self) -> None:
         """Free the device, unless the engine sleeps already; requests in flight are aborted."""
         if self._asleep.exists():
             return
-        began = time.perf_counter()
-        level = DROP if self._levels is None else self._levels.choose()
+        level = self._level
         if (
             self._changing.exists()
         ):  # a change was cut off; the deepest level if its file is empty
@@ -354,13 +336,11 @@ class SleepingEngine:
         await self._server.request("POST", SLEEP.format(level=level))
         self.has_weights = False
         self._changing.replace(self._asleep)
-        self._sleep_s = time.perf_counter() - began
 
     async def wake(self) -> None:
-        """Bring weights and KV cache back, unless the engine is awake already; the level learns what it cost."""
+        """Bring weights and KV cache back, unless the engine is awake already."""
         if not self._asleep.exists():
             return
-        began = time.perf_counter()
         level = int(self._asleep.read_text())
         # First: from now on the launcher restarts the engine if it has died.
         self._asleep.replace(self._changing)
@@ -370,9 +350,6 @@ class SleepingEngine:
             await self._refill()
         await self._server.request("POST", "/wake_up?tags=kv_cache")
         self._changing.unlink()
-        if self._levels is not None and self._sleep_s is not None:
-            self._levels.observe(level, self._sleep_s + time.perf_counter() - began)
-        self._sleep_s = None
 
 
 @dataclass(frozen=True)

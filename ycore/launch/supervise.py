@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ycore.config.schema import BaseConfig
-from ycore.errors import Interrupted, RunError, TrainerError, UserError
+from ycore.errors import Interrupted, MachineLost, RunError, TrainerError, UserError
 from ycore.launch.engine_watch import EngineWatch
 from ycore.launch.guardian import RunWatch
 from ycore.launch.layout import Site
@@ -105,7 +105,9 @@ class Supervisor:
                     self._trainer.send(signal.SIGKILL)
                     if self.machines.count > 1:  # to clear up takes seconds
                         self.progress.say(f"{error}; its processes end here")
-                    kind = RunError if self._num_stops else type(error)
+                    # A run that was asked to stop waits for no machine.
+                    is_over = isinstance(error, MachineLost) and self._num_stops
+                    kind = RunError if is_over else type(error)
                     raise kind(f"{error}{self._hint}") from None
                 self._restart(error)
 

@@ -12,9 +12,9 @@ from ycore.config.schema import Offload, RunConfig
 from ycore.engine import NEVER, Engine, SamplingParams, WeightSource
 from ycore.engine.kinds import KINDS, EngineKind
 from ycore.engine.server import (
+    KEEP,
     Server,
     SleepingEngine,
-    SleepLevels,
     SleepTogether,
     restart_timeout_s,
 )
@@ -153,15 +153,14 @@ class RankEngines:
     def _sleepers(self, engines: Sequence[Engine]) -> Mapping[str, Mapping[int, Sleeper]]:
         """Return the engines that sleep on this rank's home slots, by role and slot.
 
-        The policy's weights are sent again before use, so its engines drop them. For a model with frozen weights the
-        level of sleep is learned, for all slots of the rank at once.
+        The policy's weights are sent again before use, so its engines drop them. Those of other models are frozen, and
+        kept in the machine's memory.
         """
         models: dict[str, list[Sequence[Sleeper | None]]] = {}
         models[ROLLOUT] = [[engine.sleeper for engine in engines]]
         for scorer in self.listed.scorers:
-            levels = SleepLevels()
             servers = scorer_servers(self.config, self.folder, scorer, Server)
-            sleepers = [SleepingEngine(server, levels=levels) for server in servers]
+            sleepers = [SleepingEngine(server, level=KEEP) for server in servers]
             models.setdefault(scorer.role, []).append(sleepers)
 
         def on_slot(sleepers: Sequence[Sleeper | None], slot: int) -> list[Sleeper]:

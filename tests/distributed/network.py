@@ -10,6 +10,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -60,10 +61,16 @@ class Host:
         """Plug it in again."""
         _ip("-n", self.space, "link", "set", "eth0", "up")
 
-    def shape(self, words: str) -> None:
-        """What it sends goes through this queue: `netem delay 5ms rate 1gbit`."""
-        command = f"tc qdisc replace dev eth0 root {words}"
+    def limit(self, interface: str, rate: str) -> None:
+        """Limit what it sends by an interface to a rate, such as `1gbit`."""
+        command = (
+            f"tc qdisc replace dev {interface} root tbf rate {rate} burst 256kb latency 200ms"
+        )
         _run("ip", "netns", "exec", self.space, *command.split())
+
+    def sent_bytes(self, interface: str) -> int:
+        words = f"cat /sys/class/net/{interface}/statistics/tx_bytes"
+        return int(_run("ip", "netns", "exec", self.space, *words.split()))
 
     def pids(self) -> list[int]:
         """All processes on it."""
@@ -91,6 +98,21 @@ def network(count: int) -> Iterator[list[Host]]:
             _remove(host)
         with suppress(subprocess.CalledProcessError):
             _ip("link", "del", f"y{key}")
+
+
+@contextmanager
+def slow_link(first: Host, second: Host, *, rate: str, delay_ms: float) -> Iterator[str]:
+    """Join two hosts by one more cable, `slow`, with a rate and a delay each way; yields the first's address on it."""
+    ends = [first.space, "10.42.0.1", second.space, "10.42.0.2"]
+    module = [sys.executable, "-m", "tests.distributed.slow_link", *ends, str(delay_ms)]
+    with subprocess.Popen(module, stdout=subprocess.PIPE, text=True) as relay:
+        try:
+            assert relay.stdout is not None and relay.stdout.readline() == "ready\n"
+            for host in (first, second):
+                host.limit("slow", rate)
+            yield ends[1]
+        finally:
+            relay.kill()
 
 
 def _make(host: Host, hosts: Sequence[Host], *, bridge: str) -> None:

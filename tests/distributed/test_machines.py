@@ -10,15 +10,18 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from subprocess import Popen
 from typing import Any
 
 import psutil
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.distributed.light_rank import FAILS_WITH, MODULE, write_launcher
-from tests.distributed.network import Host, network
+from tests.distributed.network import Host, network, slow_link
 from tests.harness import ENVIRONMENT, HANG_S, command_line
 from tests.tiny_model import write_tiny_model
 from ycore.launch.guardian import remove_leftovers
@@ -427,3 +430,42 @@ def test_a_real_run_over_a_network_as_debian_names_hosts(make: Make, version: in
     assert f"2 machines have met at {main}: node0, node1" in machines.said(1)
     assert [row["step"] for row in read_metrics(machines.folder.metrics)] == [1, 2, 3]
     machines.assert_nothing_is_left([0, 1])
+
+
+def write_wide_model(folder: Path) -> int:
+    """Put a wider model in the place of the tiny one, and return its parameters' bytes in float32."""
+    config = LlamaConfig.from_pretrained(folder)
+    config.update({"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8})
+    config.update({"num_key_value_heads": 8, "head_dim": 64})
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return 4 * model.num_parameters()
+
+
+@pytest.mark.verify
+def test_a_real_run_over_a_slow_network(make: Make) -> None:
+    """1 Gb/s and 5 ms each way, beside a cable without limits: seconds a step, and the bytes that each machine sends."""
+    num_bytes = 0
+    for name in ("no limit", "1 Gb/s, 5 ms"):
+        machines = make(2)
+        num_bytes = num_bytes or write_wide_model(machines.place / "model")
+        first, second = machines.hosts
+        with ExitStack() as cable:
+            interface, main = "eth0", first.address
+            if name != "no limit":
+                main = cable.enter_context(slow_link(first, second, rate="1gbit", delay_ms=5))
+                interface = "slow"
+            before = [host.sent_bytes(interface) for host in machines.hosts]
+            machines.start(steps=6, ranks=None, main=main, more="--full")
+            assert machines.wait() == [0, 0], [machines.said(n) for n in range(2)]
+            sent = [host.sent_bytes(interface) for host in machines.hosts]
+        steps = read_metrics(machines.folder.metrics)
+        assert [row["step"] for row in steps] == list(range(1, 7))
+        steps_s = [row["ycore/time/step"] for row in steps]
+        each = [(after - b) / 6 / 1e6 for after, b in zip(sent, before, strict=True)]
+        # Each of two ranks sends its gradients once: half to be summed, and half of the sums.
+        assert all(num_bytes / 1e6 < megabytes < 1.3 * num_bytes / 1e6 for megabytes in each)
+        print(f"{name}: {each} MB a step of {num_bytes / 1e6:.1f} MB of gradients")
+        print(f"{name}: {median(steps_s):.2f} s a step")
+        if name != "no limit":
+            assert min(steps_s) > num_bytes * 8 / 1e9, "what the cable must take"

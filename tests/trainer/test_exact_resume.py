@@ -23,7 +23,10 @@ from tests.chaos.results import read_rounds
 from tests.scripted_teacher import teacher_at
 from tests.tiny_model import write_tiny_model
 from tests.tiny_vision import write_tiny_vision_model
+from ycore.config.resolve import read_config, require_rollouts
+from ycore.data.prompts import load_prompts, row_at
 from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
 
 COMMAND = [
     sys.executable,
@@ -266,3 +269,36 @@ def test_killed_and_resumed_is_never_killed(
         one, other = (load_file(run / file) for run in (whole, killed))
         assert one.keys() == other.keys()
         assert all((one[name] == other[name]).all() for name in one), file
+
+
+@pytest.mark.slow
+@pytest.mark.verify
+def test_two_ranks_of_several_datasets_go_on_as_one(model: Path, tmp_path: Path) -> None:
+    """The order of draws is the run's, and not a rank's: nothing is drawn twice or left out, and shares are kept."""
+    (tmp_path / "rewards.py").write_text(REWARD)
+    run = tmp_path / "run"
+    given = without(words("grpo", model, "", run, dataset=""), "--dataset", "--reward")
+    recipe = ["--recipe", str(mixed_recipe(tmp_path)), "--keep-journal"]
+    process = start(["grpo", *recipe, *given, "--processes", "2"], tmp_path / "begun.log")
+    wait_for_row(run, 3, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(200) == 130, (tmp_path / "begun.log").read_text()
+    log = tmp_path / "resumed.log"
+    resumed = start(["resume", str(run), "--processes", "1"], log)
+    assert resumed.wait(300) == 0, log.read_text()
+    rounds, written_by = (
+        drawn(run),
+        [len(round_["states"]) for round_ in read_rounds(run / "journal")],
+    )
+    assert written_by[:3] == [2, 2, 2] and written_by[-1] == 1
+    assert len(rounds) == STEPS and len(rows(run)) == STEPS
+    places = [place for round_ in rounds for place, *_ in round_]
+    assert sorted(places) == list(range(4 * STEPS))
+    config = require_rollouts(read_config(RunFolder(run)))
+    prompts = load_prompts(config, as_chat=True).prompts
+    for place, name, scores in (group for round_ in rounds for group in round_):
+        assert name == prompts[row_at(prompts, config.seed, place)].dataset
+        scored = {tuple(score["value"] is not None for score in one) for one in scores}
+        assert scored == {(name != "sums.jsonl", name == "sums.jsonl")}
+    for name in MIXED_ROWS:
+        assert any(name in row for row in rows(run)[3:])

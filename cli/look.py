@@ -1,5 +1,6 @@
 """Commands about runs that exist, and recipes: `report`, `recipes`."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
@@ -125,7 +126,8 @@ def recipes(
 
     The comparison is with the recipe's band: where one more run falls with 95 %, from at least three
     seeds. Runs that are finished in --output are not run again. Exit status 1 where a run is outside.
-    A file with `recipe` and `grid` runs each combination, and compares their means.
+    A file with `recipe` and `grid` runs each combination, and compares their means; with `halving` the
+    best go on for longer.
 
     \b
     ycore recipes
@@ -135,7 +137,7 @@ def recipes(
         _list_recipes(json=json)
         return 0
     from ycore.api.reproduce import compare_seeds, compare_settings, stored_band
-    from ycore.config.recipe_files import sweep_settings
+    from ycore.config.recipe_files import read_sweep
     from ycore.errors import Interrupted
     from ycore.run.files import read_json
     from ycore.run.paths import tracker_group
@@ -143,28 +145,38 @@ def recipes(
     name = Path(recipe).stem
     known = stored_band(name) if band is None else read_json(band)
     root = output or Path("runs") / f"reproduce-{name}"
-    swept, settings = sweep_settings(recipe)
+    sweep = read_sweep(recipe)
+    settings = going_on = sweep.settings(o.KEYS)
+    ended: list[Any] = []
     with stdout_for_json(json), tracker_group(root.resolve().name):
-        for (place, chosen), seed in product(settings.items(), range(seeds)):
-            folder = root / place / f"seed-{seed}"
-            try:
-                _run_seed(swept, seed, folder, sets=[*(set_ or ()), *chosen], dry_run=dry_run)
-            except Interrupted:
-                raise Interrupted(
-                    f"stopped with seed {seed}; the same command goes on"
-                ) from None
+        for steps in sweep.halving.steps:
+            for (place, chosen), seed in product(going_on.items(), range(seeds)):
+                folder = root / place / f"seed-{seed}"
+                sets = [*(set_ or ()), *chosen]
+                try:
+                    _run_seed(
+                        sweep.recipe, seed, folder, sets=sets, steps=steps, dry_run=dry_run
+                    )
+                except Interrupted:
+                    raise Interrupted(
+                        f"stopped with seed {seed}; the same command goes on"
+                    ) from None
+            if dry_run or sweep.recipe == recipe:
+                break
+            result, lines = compare_settings(root, going_on, seeds, steps=steps, ended=ended)
+            num_kept = math.ceil(len(going_on) / sweep.halving.factor)
+            ended = result["settings"][num_kept:]
+            kept = [row["setting"] for row in result["settings"][:num_kept]]
+            going_on = {name: settings[name] for name in settings if name in kept}
     if dry_run:
         if json:
             print_json({"recipe": recipe, "output": str(root), "seeds": list(range(seeds))})
         else:
-            print(f"{len(settings) * seeds} runs of {swept} in {root}.")
+            print(f"{len(settings) * seeds} runs of {sweep.recipe} in {root}.")
             print("Nothing was started; leave out --dry-run to run them.")
         return 0
-    result, lines = (
-        compare_seeds(root, seeds, known, sets=set_ or ())
-        if swept == recipe
-        else compare_settings(root, settings, seeds)
-    )
+    if sweep.recipe == recipe:
+        result, lines = compare_seeds(root, seeds, known, sets=set_ or ())
     if json:
         print_json(result)
     else:
@@ -194,18 +206,33 @@ def _mark(entry: "RecipeEntry", band: Mapping[str, Any] | None) -> str:
 
 
 def _run_seed(
-    recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_run: bool
+    recipe: str,
+    seed: int,
+    root: Path,
+    *,
+    sets: Sequence[str],
+    steps: int | None,
+    dry_run: bool,
 ) -> None:
-    """Run the recipe with this seed, or the rest of it, unless it is finished; RunFolderError for another run there."""
+    """Run the recipe with this seed, or the rest of it, unless it is finished; RunFolderError for another run there.
+
+    Args:
+        steps: where a sweep compares; a run that went on from there is left as it is.
+    """
     from ycore_cli.train import train
 
     from ycore.api.pipelines import parse_pipeline, run_pipeline
-    from ycore.api.run_settings import complete_config
+    from ycore.api.run_settings import complete_config, stored_settings
     from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import resolve_any
     from ycore.run.claim import changes, is_finished
 
     folder = RunFolder(root)
+    num_steps = stored_settings(str(root)).get("steps")
+    if steps is not None:
+        if (num_steps or 0) > steps:
+            return
+        sets = [*sets, f"steps={steps}"]
     base = load_recipe(recipe)
     if "stages" in base:
         options = {"seed": seed, "output": str(root)}
@@ -216,5 +243,5 @@ def _run_seed(
     config = complete_config(
         resolve_any(recipe=base, sets=sets, options={"seed": seed, "output": str(root)})
     )
-    if not is_finished(folder) or changes(folder, config):
+    if num_steps != config.steps or not is_finished(folder) or changes(folder, config):
         train(config, resume=folder.config.is_file(), dry_run=dry_run)

@@ -366,19 +366,15 @@ def typed_keys(
     context: typer.Context, *, algorithm: str, arguments: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """Collect the keys of a config that were typed; under `trl`, TRL's fields among `arguments`, or else `context.args`."""
-    params, trl = dict(context.params), {}
-    entry = find_entry(algorithm)
     words = context.args if arguments is None else arguments
-    if isinstance(entry, Algorithm):
-        trl = {name: params.pop(name) for name in TRL_FIELDS if params.get(name) is not None}
-    keys = config_keys(params)
+    keys = config_keys(context.params)
     declared = [
         name
         for option in context.command.params
         for name in (*option.opts, *option.secondary_opts)
     ]
-    trl |= _trl_options(words, declared=declared, entry=entry)
-    return keys | ({"trl": {**keys.get("trl", {}), **trl}} if trl else {})
+    trl = _trl_options(words, declared=declared, entry=find_entry(algorithm))
+    return keys | ({"trl": trl} if trl else {})
 
 
 def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,6 +101,8 @@ _RULES: Mapping[str, str] = {
     "list_type": "a list",
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a mapping"),
     "none_required": "none",
+    "extra_forbidden": "left out",
+    "missing": "given",
     "greater_than": "greater than {gt:g}",
     "greater_than_equal": "at least {ge:g}",
     "less_than": "less than {lt:g}",

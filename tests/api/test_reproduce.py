@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ycore_cli import look
+from ycore_cli import look, options
 
 from docs.benchmarks.band import interval, machine_in_words, make_band
 from tests.tiny_model import write_tiny_model
-from ycore.api.reproduce import curve_of, final_of, judge_run, stored_band
-from ycore.config.recipe_files import sweep_settings
+from ycore.api.reproduce import compare_settings, curve_of, final_of, judge_run, stored_band
+from ycore.config.recipe_files import read_sweep
 from ycore.errors import ConfigError, Interrupted
 from ycore.run.paths import TRACKER_GROUP
 
@@ -195,30 +195,147 @@ def test_a_sweep_runs_each_combination_once_and_compares_their_means(tmp_path: P
     assert status == 0 and said.count("mean ") == 2 and "step 1/3" not in said
 
 
+@pytest.mark.slow
+def test_the_best_of_a_sweep_goes_on_for_longer_and_the_same_command_begins_nothing_again(
+    tmp_path: Path,
+) -> None:
+    prepare(tmp_path, RECIPE)
+    sweep = {
+        "recipe": "mine.yaml",
+        "grid": {"learning_rate": [1e-06, 0.01]},
+        "halving": {"steps": [2, None]},
+    }
+    (tmp_path / "sweep.yaml").write_text(json.dumps(sweep))
+    status, said = reproduce(tmp_path, "sweep.yaml --seeds 1 --json")
+    assert status == 0, said
+    best, other = json.loads(said)["settings"]
+    assert (best["steps"], other["steps"]) == (None, 2)
+    lengths = [
+        len(
+            (tmp_path / f"again/{row['setting']}/seed-0/metrics.jsonl").read_text().splitlines()
+        )
+        for row in (best, other)
+    ]
+    assert lengths[0] > lengths[1], "the kept run has the recipe's own three steps"
+    status, said = reproduce(tmp_path, "sweep.yaml --seeds 1")
+    assert status == 0 and "step " not in said.replace("steps", ""), said
+    sweep["grid"] = {"learning_rat": [1e-06]}
+    (tmp_path / "sweep.yaml").write_text(json.dumps(sweep))
+    status, said = reproduce(tmp_path, "sweep.yaml --seeds 1")
+    assert status == 2 and "no key learning_rat; did you mean 'learning_rate'?" in said
+
+
 def test_a_sweep_is_every_combination_by_its_own_folder(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
-    file.write_text("recipe: quickstart\ngrid: {lora.r: [4, 8], model: [a/b, a-b], x: [null]}")
-    recipe, settings = sweep_settings(str(file))
-    assert recipe == "quickstart" and len(settings) == 4
-    assert settings["lora.r=8,model=a%2Fb,x=null"] == ["lora.r=8", 'model="a/b"', "x=null"]
-    assert sweep_settings("quickstart") == ("quickstart", {"": []})
+    file.write_text(
+        "recipe: quickstart\ngrid: {lora.r: [4, 8], model: [a/b, a-b], dynamic_sampling: [true]}"
+    )
+    sweep = read_sweep(str(file))
+    settings = sweep.settings(options.KEYS)
+    assert sweep.recipe == "quickstart" and len(settings) == 4 and sweep.halving.steps == [None]
+    assert settings["lora.r=8,model=a%2Fb,sampling.dynamic=true"] == [
+        "lora.r=8",
+        'model="a/b"',
+        "sampling.dynamic=true",
+    ]
+    alone = read_sweep("quickstart")
+    assert alone.recipe == "quickstart" and alone.settings({}) == {"": []}
 
 
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("recipe: quickstart\ngrid: {lora.r: 4}", "{'lora.r': 4}"),
-        ("recipe: quickstart\ngrid: {lora.r: []}", "{'lora.r': []}"),
-        ("recipe: quickstart\ngrid: [4]", "[4]"),
-        ("model: mine\ngrid: {lora.r: [4]}", "model, grid"),
+        ("recipe: quickstart\ngrid: {lora.r: 4}", "grid.lora.r must be a list; it is 4"),
+        (
+            "recipe: quickstart\ngrid: {lora.r: []}",
+            "grid.lora.r must be a list of 1 or more; it is []",
+        ),
+        ("recipe: quickstart\ngrid: [4]", "grid must be a mapping; it is [4]"),
+        ("recipe: q\nmodel: mine\ngrid: {lora.r: [4]}", "model must be left out; it is 'mine'"),
+        ("grid: {lora.r: [4]}", "recipe must be given"),
+        (
+            "recipe: q\ngrid: {lora.r: [4]}\nhalving: {steps: [0, 4]}",
+            "halving.steps.0 must be greater than 0; it is 0",
+        ),
+        (
+            "recipe: q\ngrid: {lora.r: [4]}\nhalving: {factor: 1}",
+            "halving.factor must be at least 2; it is 1",
+        ),
     ],
 )
 def test_what_is_no_sweep_is_one_line(text: str, named: str, tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        sweep_settings(str(tmp_path / "sweep.yaml"))
+        read_sweep(str(tmp_path / "sweep.yaml"))
     assert named in str(caught.value) and "recipe: quickstart, grid:" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def write_run(folder: Path, rewards: list[float]) -> None:
+    """What a run leaves that is compared."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"step": n, "ycore/reward": reward} for n, reward in enumerate(rewards, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {"algorithm": "grpo", "steps": len(rewards)}
+    (folder / "run.json").write_text(json.dumps({"config": config}))
+
+
+def test_settings_are_compared_by_the_means_of_their_finals_as_of_a_step(
+    tmp_path: Path,
+) -> None:
+    finals = {"low": [0.1, 0.2, 0.3], "high": [0.9, 0.5, 0.7], "rising": [0.4, 0.4, 0.4]}
+    for name, rewards in finals.items():
+        for seed, reward in enumerate(rewards):
+            late = 1.0 if name == "rising" else reward
+            write_run(tmp_path / name / f"seed-{seed}", [reward] * 4 + [late] * 4)
+    settings: dict[str, list[str]] = {name: [] for name in finals}
+    result, lines = compare_settings(tmp_path, settings, 3)
+    assert [row["setting"] for row in result["settings"]] == ["rising", "high", "low"]
+    by_name = {row["setting"]: row for row in result["settings"]}
+    assert by_name["high"]["mean"] == pytest.approx(0.7)
+    assert by_name["high"]["half_95"] == pytest.approx(4.303 * 0.2 / 3**0.5, rel=1e-3)
+    assert by_name["low"]["finals"] == pytest.approx(finals["low"])
+    assert lines[1][0] == "high" and "mean 0.700 +- 0.497" in lines[1][1]
+
+    early, lines = compare_settings(
+        tmp_path, settings, 3, steps=4, ended=result["settings"][:1]
+    )
+    assert [row["setting"] for row in early["settings"]] == ["high", "rising", "low", "rising"]
+    assert "after 4 steps" in lines[0][1] and "after" not in lines[3][1]
+    assert json.loads((tmp_path / "sweep.json").read_text()) == early
+
+
+def test_halving_runs_all_and_lets_the_best_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[tuple[str, int]] = []
+
+    def run_seed(
+        recipe: str, seed: int, root: Path, *, sets: Any, steps: int, **_: Any
+    ) -> None:
+        rate = float(sets[0].partition("=")[2])
+        reward = 1 - abs(rate - 3) / 10  # the third is best
+        ran.append((sets[0], steps))
+        write_run(root, [reward] * steps)
+
+    monkeypatch.setattr(look, "_run_seed", run_seed)
+    sweep = {
+        "recipe": "quickstart",
+        "grid": {"learning_rate": [1, 2, 3, 4, 5]},
+        "halving": {"steps": [4, 8, 16], "factor": 2},
+    }
+    (tmp_path / "sweep.yaml").write_text(json.dumps(sweep))
+    assert (
+        look.recipes(str(tmp_path / "sweep.yaml"), output=tmp_path / "runs", seeds=2, json=True)
+        == 0
+    )
+    assert [steps for _, steps in ran] == [4] * 10 + [8] * 6 + [16] * 4
+    assert {name for name, steps in ran if steps == 8} == {
+        f"learning_rate={n}" for n in (2, 3, 4)
+    }
+    rows = json.loads(capsys.readouterr().out)["settings"]
+    assert [row["steps"] for row in rows] == [16, 16, 8, 4, 4]
+    assert rows[0]["setting"] == "learning_rate=3" and len(rows[0]["finals"]) == 2
 
 
 def test_a_stop_says_which_command_goes_on(

@@ -108,6 +108,8 @@ def test_trl_fields_take_their_types() -> None:
         options={"trl": {"beta": "0"}},
     )
     assert config.trl == {"beta": 0.0, "learning_rate": 1e-4}
+    plain = resolve(recipe={**BASE, "beta": 0.1}, sets=["learning_rate=1e-4", "beta=0"])
+    assert plain.trl == config.trl
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,11 @@ def test_the_output_has_a_default(
     ("options", "message"),
     [
         ({"stesp": 3}, "no key stesp; did you mean 'steps'?"),
-        ({"learning_rate": 3}, "no key learning_rate; did you mean 'trl.learning_rate'?"),
+        ({"learning_rat": 3}, "no key learning_rat; did you mean 'learning_rate'?"),
+        (
+            {"max_steps": 4, "trl": {"max_steps": 5}, "steps": 5},
+            "max_steps is TRL's name of steps, and they differ: 4 and 5; give one",
+        ),
         ({"lr": 3}, "no key lr; as an option it is --learning-rate VALUE"),
         ({"kind": "vllm"}, "no key kind; did you mean 'engine.kind'?"),
         ({"engine": {"kidn": "x"}}, "no key engine.kidn; did you mean 'kind'?"),
@@ -152,7 +158,11 @@ def test_the_output_has_a_default(
         ),
         (
             {"rewards": [{"weight": 1}]},
-            "rewards.0.reward is missing; a reward needs its name, e.g. {reward: exact_answer}",
+            "rewards.0.reward is missing; write it, e.g. {reward: ...}",
+        ),
+        (
+            {"few_shot": [{"role": "user"}]},
+            "few_shot.0.content is missing; write it, e.g. {content: ...}",
         ),
         (
             {"rewards": []},

@@ -176,7 +176,9 @@ def test_text_prompts_and_pictures_do_not_go_together() -> None:
 
 def test_worked_examples_come_before_the_picture() -> None:
     shots = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-    config = CONFIG.model_copy(update={"few_shot": shots, "system_prompt": "Be brief."})
+    config = CONFIG.model_validate(
+        CONFIG.model_dump() | {"few_shot": shots, "system_prompt": "Be brief."}
+    )
     table = Table("data", [{"prompt": "?", "image": RED}], ("prompt", "image"))
     (prompt,) = to_prompts(table, config, as_chat=True).prompts
     assert [turn["content"].count(IMAGE_MARK) for turn in prompt.content] == [0, 0, 0, 1]

@@ -583,7 +583,8 @@ def config_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
         if name in (
             "eval_rewards",
             "mixture",
-        ):  # the keys of one are those of `rewards`, or of the run
+            "few_shot",
+        ):  # the keys of one are those of `rewards`, or of the run, or a turn's
             inner = None
         if name in ("rewards", "lora") or inner is None:
             yield prefix + name, {} if inner and not field.is_required() else field.default

@@ -49,7 +49,12 @@ def stored_band(recipe: str) -> dict[str, Any] | None:
 
 
 def compare_seeds(
-    root: Path, num_seeds: int, band: Mapping[str, Any] | None, *, sets: Sequence[str]
+    root: Path,
+    num_seeds: int,
+    band: Mapping[str, Any] | None,
+    *,
+    sets: Sequence[str],
+    steps: int | None = None,
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Compare the finished runs `root/seed-0`, `seed-1`, ... with a band; write their page and reproduce.json.
 
@@ -64,7 +69,9 @@ def compare_seeds(
         folder = root / f"seed-{seed}"
         for stage, rows in rows_by_stage(folder).items():
             run = f"{seed}/{stage}" if stage else str(seed)
-            finals[run] = final_of(rows)
+            finals[run] = final_of(
+                [row for row in rows if steps is None or row["step"] <= steps]
+            )
             if stage in bands:
                 verdicts.append(judge_run(run, rows, bands[stage]))
             if RunFolder(folder / stage).metrics.is_file():
@@ -89,22 +96,32 @@ def compare_seeds(
 
 
 def compare_settings(
-    root: Path, settings: Mapping[str, Sequence[str]], num_seeds: int
+    root: Path,
+    settings: Mapping[str, Sequence[str]],
+    num_seeds: int,
+    *,
+    steps: int | None = None,
+    ended: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Compare a sweep's combinations by the means of their seeds, the largest first; write sweep.json.
+
+    Args:
+        steps: compare them as of this step; None is the last.
+        ended: rows of those that ended before.
 
     Returns:
         The content of sweep.json, and the rows of a table.
     """
-    rows = []
+    rows: list[Mapping[str, Any]] = []
     for name, sets in settings.items():
-        result, _ = compare_seeds(root / name, num_seeds, None, sets=sets)
+        result, _ = compare_seeds(root / name, num_seeds, None, sets=sets, steps=steps)
         finals = defaultdict(list)
         for run, final in result["finals"].items():
             finals[run.partition("/")[2]].append(final)
         rows += [
             {
                 "setting": f"{name} {stage}".rstrip(),
+                "steps": steps,
                 "mean": statistics.fmean(values),
                 "half_95": half_width(values),
                 "finals": values,
@@ -112,13 +129,14 @@ def compare_settings(
             }
             for stage, values in finals.items()
         ]
-    rows.sort(key=lambda row: row["mean"], reverse=True)
+    rows = [*sorted(rows, key=lambda row: row["mean"], reverse=True), *ended]
     write_json_atomic(root / "sweep.json", {"settings": rows})
     lines = []
     for row in rows:
         half = row["half_95"]
         reach = "no interval of fewer than 3 seeds" if half is None else f"+- {half:.3f}"
-        lines.append((row["setting"], f"mean {row['mean']:.3f} {reach}; {row['page']}"))
+        after = "" if row["steps"] is None else f" after {row['steps']} steps"
+        lines.append((row["setting"], f"mean {row['mean']:.3f} {reach}{after}; {row['page']}"))
     return {"settings": rows}, lines
 
 

@@ -14,7 +14,7 @@ from ycore.config.presets import find_preset, preset_layer
 from ycore.config.recipe_files import load_benchmark
 from ycore.config.resolve import resolve
 from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, ScoredConfig
-from ycore.config.trl_fields import OWN_DEFAULTS, fields_of
+from ycore.config.trl_fields import OWN_DEFAULTS
 from ycore.errors import ConfigError
 from ycore.judge.sources import with_declarations
 from ycore.launch import layout
@@ -84,19 +84,11 @@ def with_files(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Sort the settings into the keys of a config and, under `trl`, TRL's fields."""
-    row = find_algorithm(algorithm)
-    fields = fields_of(row.trl_config)
-    keys: dict[str, Any] = {"algorithm": algorithm}
-    trl: dict[str, Any] = {}
-    for key, value in settings.items():
-        is_trl = key in fields and key not in row.config.model_fields
-        (trl if is_trl else keys)[key] = value
+    """Return the settings as keys of a config."""
+    keys: dict[str, Any] = {"algorithm": algorithm, **settings}
     for key, inner_key in (("engine", "kind"), ("sandbox", "level")):
         if isinstance(keys.get(key), str):
             keys[key] = {inner_key: keys[key]}
-    if trl:
-        keys["trl"] = {**keys.get("trl", {}), **trl}
     return keys
 
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
@@ -84,13 +84,13 @@ def reading_rows(reading: Mapping[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _lines_of(text: str) -> Iterator[str]:
+def _lines_of(text: str) -> list[str]:
     r"""Cut a text into lines, with its own line breaks as `\n`; the middle of a long one is left out."""
     text = text.replace("\n", "\\n")
     lines = [text[start : start + _WIDTH] for start in range(0, len(text), _WIDTH)] or [""]
     if (num_left_out := len(text) - _MAX_LINES * _WIDTH) > 0:
         lines[_MAX_LINES - 1 :] = [f"... {num_left_out} characters ...", text[-_WIDTH:]]
-    yield from lines
+    return lines
 
 
 def reading_warnings(reading: Mapping[str, Any], *, has_tools: bool) -> list[str]:

@@ -42,7 +42,7 @@ def unknown_key(path: Path, entry: AlgorithmEntry) -> ConfigError:
     trl_names = fields_of(entry.trl_config) if entry.trl_config else {}
     if parents == ["trl"]:
         return ConfigError(f"TRL has no field {text}{nearest(text, trl_names)}")
-    commands = [] if parents or text in trl_names else commands_with(text)
+    commands = [] if parents else commands_with(text)
     if commands:
         has_it = " and ".join(f"ycore {command}" for command in commands[:2])
         return ConfigError(
@@ -58,8 +58,6 @@ def unknown_key(path: Path, entry: AlgorithmEntry) -> ConfigError:
     elsewhere = [
         other for other in _dotted_names(entry.config, "") if other.split(".")[-1] == text
     ]
-    if not parents and text in trl_names:
-        elsewhere.append(f"trl.{text}")
     hint = nearest(elsewhere[0], elsewhere) if elsewhere else nearest(text, known)
     if not parents and not elsewhere:
         words = familiar_words("--" + text.replace("_", "-"), "VALUE", entry)
@@ -124,7 +122,7 @@ def _missing(places: Sequence[Path], entry: AlgorithmEntry) -> ConfigError:
     top = [str(place[0]) for place in places if len(place) == 1 and place[0] in options]
     if not top:
         return ConfigError(
-            f"{_dotted(places[0])} is missing; a reward needs its name, e.g. {{reward: exact_answer}}"
+            f"{_dotted(places[0])} is missing; write it, e.g. {{{places[0][-1]}: ...}}"
         )
     example = " ".join(options[name] for name in top)
     return ConfigError(

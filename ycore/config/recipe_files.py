@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import Field, ValidationError
 
 from ycore.config.algorithms import ALGORITHMS, families
-from ycore.config.schema import is_one_file
-from ycore.errors import ConfigError, UserError, nearest
+from ycore.config.schema import Positive, Strict, is_one_file
+from ycore.errors import ConfigError, UserError, must_be, nearest
 from ycore.run.files import check_plain, read_regular
 
 SUFFIXES = (".yaml", ".yml")
@@ -133,25 +134,53 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, A
     return recipe
 
 
-def sweep_settings(recipe: str) -> tuple[str, dict[str, list[str]]]:
-    """Return a sweep's recipe, and the `--set` of each combination by its folder; of a recipe itself one with nothing.
+class Halving(Strict):
+    """Successive halving: all combinations run to the first of `steps`, and the best 1 / `factor` go on to the next."""
 
-    Example: `grid: {lora.r: [4, 8]}` gives `{"lora.r=4": ["lora.r=4"], "lora.r=8": ["lora.r=8"]}`.
-    """
-    sweep = load_recipe(recipe)
-    if "grid" not in sweep:
-        return recipe, {"": []}
-    grid = sweep["grid"]
-    is_grid = isinstance(grid, dict) and all(isinstance(v, list) and v for v in grid.values())
-    if sweep.keys() != {"recipe", "grid"} or not is_grid:
-        raise ConfigError(
-            f"a sweep has a recipe and lists of values, and {recipe} has {', '.join(sweep)} with the grid {grid!r}; "
-            "write e.g. recipe: quickstart, grid: {lora.r: [4, 8]}"
+    steps: list[Positive | None] = Field(
+        default=[None], min_length=1
+    )  # None is the recipe's own
+    factor: Annotated[int, Field(ge=2)] = 2
+
+
+class Sweep(Strict):
+    """The keys of a sweep's file."""
+
+    recipe: str
+    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default_factory=dict)
+    halving: Halving = Halving()
+
+    def settings(self, keys: Mapping[str, str]) -> dict[str, list[str]]:
+        """Return the `--set` of each combination by its folder; of a recipe itself one with nothing.
+
+        Example: `grid: {lora.r: [4, 8]}` gives `{"lora.r=4": ["lora.r=4"], "lora.r=8": ["lora.r=8"]}`.
+
+        Args:
+            keys: the key of each option that has another name.
+        """
+        lists = (
+            [f"{keys.get(key, key)}={json.dumps(value)}" for value in values]
+            for key, values in self.grid.items()
         )
-    lists = ([f"{key}={json.dumps(one)}" for one in values] for key, values in grid.items())
-    return sweep["recipe"], {
-        ",".join(sets).replace('"', "").replace("/", "%2F"): [*sets] for sets in product(*lists)
-    }
+        return {
+            ",".join(sets).replace('"', "").replace("/", "%2F"): [*sets]
+            for sets in product(*lists)
+        }
+
+
+def read_sweep(recipe: str) -> Sweep:
+    """Read a sweep's file; of a recipe itself its one combination, without settings."""
+    keys = load_recipe(recipe)
+    if "grid" not in keys:
+        return Sweep(recipe=recipe)
+    try:
+        return Sweep.model_validate(keys)
+    except ValidationError as problem:
+        detail = problem.errors(include_url=False)[0]
+        raise ConfigError(
+            f"the sweep {recipe}: {must_be('.'.join(map(str, detail['loc'])), [detail])}; write e.g. recipe: quickstart, "
+            "grid: {learning_rate: [1.0e-5, 1.0e-4]}, halving: {steps: [20, 40], factor: 2}"
+        ) from None
 
 
 def load_benchmark(name: str, *, dataset: object = None) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def _no_element(path: Sequence[str], part: str, place: Any) -> ConfigError:
 
 
 def _normalised(layer: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, Any]:
-    """Replace TRL's names of ycore's keys; ConfigError where two names of one key differ."""
+    """Put TRL's fields under `trl`, and its names of ycore's keys in those; ConfigError where two of one key differ."""
     layer = dict(layer)
     for key in ("rewards", "eval_rewards"):
         if isinstance(layer.get(key), list):
@@ -265,16 +265,17 @@ def _normalised(layer: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, An
         layer = {"mixture": [], **layer}  # one dataset replaces a recipe's several
     if not isinstance(entry, Algorithm):
         return layer
-    fields = layer.get("trl") or {}
+    fields = layer.pop("trl", None) or {}
     if not isinstance(fields, Mapping):
         raise ConfigError(
             f"trl must be a mapping of TRL's fields; it is {fields!r}; e.g. trl: {{learning_rate: 1.0e-5}}"
         )
     keys = aliases(entry)
-    aliased = [name for name in layer if keys.get(name, name) != name]
-    fields = {**{name: layer.pop(name) for name in aliased}, **fields}
-    for name in [name for name in fields if name in keys]:
-        key = keys[name]
+    known = fields_of(entry.trl_config).keys() - entry.config.model_fields.keys()
+    fields = {**fields, **{name: layer.pop(name) for name in known.intersection(layer)}}
+    for name, key in keys.items():
+        if name not in fields:
+            continue
         field = fields_of(entry.trl_config)[name]
         value = alias_value(name, coerce(field, fields.pop(name)), entry)
         if key in layer and layer[key] != value:
@@ -282,9 +283,7 @@ def _normalised(layer: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, An
                 f"{name} is TRL's name of {key}, and they differ: {value!r} and {layer[key]!r}; give one"
             )
         layer[key] = value
-    if "trl" in layer:
-        layer["trl"] = fields
-    return layer
+    return {**layer, "trl": fields} if fields else layer
 
 
 def _parts_of(items: Sequence[Any]) -> list[dict[str, Any]]:

@@ -386,6 +386,13 @@ _PLAIN_SAMPLING = {
 """Fields of TRL's, and their values where the policy samples from its own distribution."""
 
 
+class ShownTurn(Strict):
+    """A turn of a worked example."""
+
+    role: Said
+    content: Said
+
+
 class RunConfig(ScoredConfig, RowSettings):
     """A run that learns from rollouts, or an evaluation."""
 
@@ -408,7 +415,7 @@ class RunConfig(ScoredConfig, RowSettings):
     turns: TurnSettings = TurnSettings()
     system_prompt: Said | None = None
     # Turns before every prompt, after the system's: a worked example, `{role: user, content: ...}` and so on.
-    few_shot: list[dict[Literal["role", "content"], Said]] = []
+    few_shot: list[ShownTurn] = []
     # Completions of each prompt; TRL's `num_generations`. 1 is for advantages that do not compare within a group.
     group_size: Count = 8
     max_tokens: Positive = 256  # longest completion; TRL's `max_completion_length`

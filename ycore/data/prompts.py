@@ -168,16 +168,9 @@ def to_prompts(
     """Make every row a prompt; the answer column is passed on to rewards under the name `answer`."""
     if len(config.env) > 1:
         _check_environments(table, list(config.environments))
-    before: list[Message] = [
-        {str(key): text for key, text in turn.items()} for turn in config.few_shot
-    ]
-    if any(turn.keys() != {"role", "content"} for turn in config.few_shot):
-        raise DataError(
-            "few_shot is a list of turns with a role and a content each, e.g. {role: user, content: 'Hi'}"
-        )
     needs = RowNeeds(
         "prompts",
-        as_chat=as_chat or config.system_prompt is not None or bool(before),
+        as_chat=as_chat or config.system_prompt is not None or bool(config.few_shot),
         prompt_column=config.prompt_column,
         answer_column=config.answer_column,
     )
@@ -190,7 +183,7 @@ def to_prompts(
     prompts = PromptRows(
         reader,
         system_prompt=config.system_prompt,
-        few_shot=before,
+        few_shot=[turn.model_dump() for turn in config.few_shot],
         store=store or ImageStore(None),
     )
     prompts.check()

@@ -569,6 +569,7 @@ class RowReader:
     def summary(self) -> dict[str, Any]:
         """Describe the reading as JSON values; only after all rows were read are its notes whole."""
         used = self.used
+        unused = [name for name in self.table.columns if name not in used]
         notes = [f"{count} x {note}" for note, count in sorted(self.notes.items())]
         if self.roles:
             notes.append(
@@ -577,12 +578,8 @@ class RowReader:
             )
         return {
             "in_words": self.in_words(),
-            "unused": [name for name in self.table.columns if name not in used],
-            "expected": [
-                name
-                for name in self.table.columns
-                if name.lower() in EXPECTED and name not in used
-            ],
+            "unused": unused,
+            "expected": [name for name in unused if name.lower() in EXPECTED],
             "notes": notes,
         }
 

@@ -8,6 +8,7 @@ import math
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Literal
 
@@ -84,10 +85,10 @@ class SlotClock:
 
     def advance(self, now: float) -> None:
         """Add the seconds since the last call to the roles at work, which share the slot evenly."""
-        at_work = [role for role, number in self.in_flight.items() if number]
+        passed, self._since = now - self._since, now
+        at_work = [role for role, number in self.in_flight.items() if number and passed]
         for role in at_work:
-            self.busy_s[role] += (now - self._since) / len(at_work)
-        self._since = now
+            self.busy_s[role] += passed / len(at_work)
 
 
 Mode = Literal["held", "phases", "moving", "shared"]
@@ -128,6 +129,9 @@ class Queue:
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
 
     def put(self, request: int, rank: int, length: float = 0.0) -> None:
         """Add a request. `length`: the expected length of its answer."""
@@ -179,10 +183,15 @@ class Allocator:
         self._num_asked = self.waiting()
         self._num_ended = dict.fromkeys(roles, 0)
         self._request_s = dict.fromkeys(roles, 0.0)
+        self._num_awake = dict(self.division)
         self._awake: list[str] = []
         for role, num_slots in self.division.items():
             self._awake += [role] * num_slots
         self._clocks = [SlotClock(roles, now) for _ in self._awake]
+        self._by_load: dict[str, list[tuple[int, int, int]]] = {role: [] for role in roles}
+        """By role, a heap of (in flight of the role, in flight, slot); an entry with other numbers no longer holds."""
+        for slot in range(len(self._clocks)):
+            self._note_load(slot)
         for running in self._running.values():
             self._num_asked[running.role] += 1
             self._count(running.slot, running.role, 1, now)
@@ -218,6 +227,7 @@ class Allocator:
         seconds = now - clock.swap_began
         clock.swap_s += seconds
         clock.swap_began = None
+        self._note_load(slot)
         self._measured_swap_s = moving_average(self._measured_swap_s, seconds)
 
     def end_round(self, now: float) -> Usage:
@@ -331,18 +341,27 @@ class Allocator:
 
     def _pick(self, role: str, rank: int) -> int | None:
         """Return the slot with the fewest in flight; of several the rank's own, to which it has connections."""
+        by_load = self._by_load[role]
+        while by_load and self._load(role, by_load[0][-1]) != by_load[0][:2]:
+            heappop(by_load)
+        if not by_load or by_load[0][0] >= self._depth(role):
+            return None
         own_slot = rank % self.pool.num_slots
-        serves_all = self.mode == "shared"
-        fewest = self._depth(role) - 1
-        open_slots: list[tuple[int, int, bool, int]] = []
-        # By far the most frequent work of an allocator.
-        for slot, clock in enumerate(self._clocks):
-            number = clock.in_flight[role]
-            is_awake = serves_all or self._awake[slot] == role
-            if number <= fewest and is_awake and clock.swap_began is None:
-                fewest = number
-                open_slots.append((number, clock.num_in_flight, slot != own_slot, slot))
-        return min(open_slots)[-1] if open_slots else None
+        is_as_free = self._load(role, own_slot) == by_load[0][:2]
+        return own_slot if is_as_free else by_load[0][-1]
+
+    def _load(self, role: str, slot: int) -> tuple[int, int] | None:
+        """Return the requests in flight of the role, and of all; None where the slot does not serve it now."""
+        clock = self._clocks[slot]
+        if clock.swap_began is not None or self._awake[slot] != role and self.mode != "shared":
+            return None
+        return clock.in_flight[role], clock.num_in_flight
+
+    def _note_load(self, slot: int) -> None:
+        clock = self._clocks[slot]
+        roles = self.pool.roles if self.mode == "shared" else (self._awake[slot],)
+        for role in roles:
+            heappush(self._by_load[role], (clock.in_flight[role], clock.num_in_flight, slot))
 
     def _depth(self, role: str) -> int:
         """Return how many requests a slot may hold of a role: its share, as slots that still wake will take theirs.
@@ -353,7 +372,7 @@ class Allocator:
         if self.mode == "shared":
             return capacity
         unfinished = self._num_asked[role] - self._num_ended[role]
-        share = unfinished / max(1, self._awake.count(role))
+        share = unfinished / max(1, self._num_awake[role])
         if self.mode == "moving" and role != ROLLOUT:
             num_requests = self._num_ended[role] + self._left(role)
             share = min(share, num_requests / self.pool.num_slots)
@@ -395,8 +414,8 @@ class Allocator:
 
     def _gain_s(self, source: str, target: str) -> float:
         """Return the seconds by which both roles are done sooner if a slot moves; infinite where `target` has none."""
-        num_source = self._awake.count(source)
-        num_target = self._awake.count(target)
+        num_source = self._num_awake[source]
+        num_target = self._num_awake[target]
         if num_target == 0:
             return math.inf
         source_s = self._left_s(source)
@@ -416,6 +435,8 @@ class Allocator:
     def _swap(self, slot: int, target: str, now: float) -> Swap:
         role = self._awake[slot]
         self._awake[slot] = target
+        self._num_awake[role] -= 1
+        self._num_awake[target] += 1
         self._clocks[slot].swap_began = now
         self._num_swaps += 1
         return Swap(slot, role, target)
@@ -426,6 +447,7 @@ class Allocator:
         clock.advance(now)
         clock.in_flight[role] += change
         clock.num_in_flight += change
+        self._note_load(slot)
 
 
 def divide(num_slots: int, work: Mapping[str, float], now: Mapping[str, int]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import fmean
 
 from simulator.recording import Request, recorded
@@ -154,7 +155,8 @@ def assumed_work(scenario: Scenario) -> Workload:
 def compare_assumed(scenario: Scenario) -> Comparison:
     """Every placement over `assumed_work`."""
     roles = (ROLLOUT, JUDGE) if scenario.judge_work > 0 else (ROLLOUT,)
-    speed, mean, work = Speed(*scenario.step_s), scenario.mean_tokens, assumed_work(scenario)
+    speed, mean = Speed(*scenario.step_s), scenario.mean_tokens
+    group_at = cache(assumed_work(scenario).group_at)
 
     def play(placement: Placement, demand: Demand) -> Result:
         return simulate(
@@ -167,7 +169,7 @@ def compare_assumed(scenario: Scenario) -> Comparison:
                 },
                 dict.fromkeys(roles, scenario.swap_s),
             ),
-            lambda number: work.group_at,
+            lambda number: group_at,
             demand,
             num_rounds=scenario.num_rounds,
             warm_up=scenario.warm_up,

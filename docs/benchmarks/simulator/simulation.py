@@ -96,6 +96,8 @@ class _Engine:
         tokens, request = self.ends[0] if self.ends else (math.inf, -1)
         if tokens <= self.tokens:
             return 0.0, request
+        if not self.reading:
+            return (tokens - self.tokens) * self.step_s, request
         seconds = -self.read_s
         for size, reads in self.reading:
             seconds += self.reading_s
@@ -142,27 +144,21 @@ class VirtualSlot:
     def next_end(self) -> tuple[float, int, str] | None:
         """(time, request, role) of the request that ends first if no other starts."""
         busy = self._busy()
-        ends = [(*engine.next_end(), role) for role, engine in busy.items()]
-        return min(
-            (
-                (self._now + seconds * len(busy), request, role)
-                for seconds, request, role in ends
-            ),
-            default=None,
-        )
+        ends = []
+        for role, engine in busy:
+            seconds, request = engine.next_end()
+            ends.append((self._now + seconds * len(busy), request, role))
+        return min(ends) if ends else None
 
     def _advance(self, now: float) -> None:
         passed, self._now = now - self._now, now
-        busy = self._busy() if passed else {}
-        for engine in busy.values():
-            engine.work(passed / len(busy))
+        if passed:
+            busy = self._busy()
+            for _, engine in busy:
+                engine.work(passed / len(busy))
 
-    def _busy(self) -> dict[str, _Engine]:
-        return {
-            role: engine
-            for role, engine in self._engines.items()
-            if engine.ends or engine.reading
-        }
+    def _busy(self) -> list[tuple[str, _Engine]]:
+        return [item for item in self._engines.items() if item[1].ends or item[1].reading]
 
 
 def of_engines(one: Speed, count: int) -> Speed:
@@ -195,10 +191,13 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     usage: Usage
-    lanes: list[
-        Span
-    ]  # requests, by their role, and swaps; slots count on from machine to machine
+    uses: list[tuple[str, int, float, float]]  # of slots, each as `lanes` names it
     drawn: int
+
+    @property
+    def lanes(self) -> list[Span]:
+        """Requests, by their role, and swaps; slots count on from machine to machine."""
+        return [Span(name, 0, slot, began, seconds) for name, slot, began, seconds in self.uses]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -259,7 +258,7 @@ class SimulatedRound:
         self._order = itertools.count()  # among events of one moment
         self._requests: list[_Request] = []
         self._open: dict[int, _OpenGroup] = {}  # by position
-        self._lanes: list[Span] = []
+        self._uses: list[tuple[str, int, float, float]] = []
         self._drawn = self._kept = self._finished = 0
         self._num_open = [0] * len(self.allocators)  # groups of each machine
         self._has_news: set[int] = set()  # machines whose allocator has something to decide
@@ -287,7 +286,7 @@ class SimulatedRound:
         busy_s = [seconds for usage in usages for seconds in usage.busy_s]
         swap_s = [seconds for usage in usages for seconds in usage.swap_s]
         usage = Usage(now, busy_s, swap_s, sum(usage.swaps for usage in usages))
-        return Outcome(usage, self._lanes, self._drawn)
+        return Outcome(usage, self._uses, self._drawn)
 
     def _draw(self) -> None:
         demand = self.demand
@@ -346,7 +345,7 @@ class SimulatedRound:
             else:
                 costs = self.machine.swap_s
                 seconds = (costs.get(action.asleep, 0.0) + costs.get(action.awake, 0.0)) / 2
-                self._lanes.append(Span(SWAP, 0, slot, now, seconds))
+                self._uses.append((SWAP, slot, now, seconds))
                 self._push(now + seconds, slot, _SWAP_ENDS, -1)
         for slot in slots:
             self._stamps[slot] += 1
@@ -361,7 +360,7 @@ class SimulatedRound:
         request = self._requests[number]
         opened = self._open[request.position]
         self._slots[slot].end(request.role, now)
-        self._lanes.append(Span(request.role, 0, slot, request.began, now - request.began))
+        self._uses.append((request.role, slot, request.began, now - request.began))
         allocator = self.allocators[opened.machine]
         allocator.ended(number, now)
         if request.role == ROLLOUT:

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import fmean
 
 from simulator.comparison import Scenario, assumed_work
@@ -127,7 +128,7 @@ def compare_steps(
     if requests is None:
         work = assumed_work(scenario)
         speed, need = Speed(*scenario.step_s), scenario.need
-        lengths_at: LengthsAt = lambda at: _lengths(work.group_at(at))  # noqa: E731
+        lengths_at: LengthsAt = cache(lambda at: _lengths(work.group_at(at)))
     else:
         recording = recorded(requests, group_size=scenario.group_size)
         speed = recording.speeds[ROLLOUT]

@@ -6,6 +6,7 @@ It has no clock, process or wait. The live run (`placement.service`) and the sim
 
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from heapq import heappop, heappush
@@ -80,6 +81,7 @@ class SlotClock:
         self.num_in_flight = 0
         self.busy_s = dict.fromkeys(roles, 0.0)
         self.swap_s = 0.0
+        self.serves = roles
         self.swap_began: float | None = None
         self._since = since
 
@@ -183,15 +185,13 @@ class Allocator:
         self._num_asked = self.waiting()
         self._num_ended = dict.fromkeys(roles, 0)
         self._request_s = dict.fromkeys(roles, 0.0)
-        self._num_awake = dict(self.division)
-        self._awake: list[str] = []
-        for role, num_slots in self.division.items():
-            self._awake += [role] * num_slots
+        self._num_awake = Counter(self.division)
+        self._awake = list(self._num_awake.elements())
         self._clocks = [SlotClock(roles, now) for _ in self._awake]
         self._by_load: dict[str, list[tuple[int, int, int]]] = {role: [] for role in roles}
-        """By role, a heap of (in flight of the role, in flight, slot); an entry with other numbers no longer holds."""
-        for slot in range(len(self._clocks)):
-            self._note_load(slot)
+        """By role, a heap of what `_load` returned; what it no longer returns is passed over."""
+        for slot, role in enumerate(self._awake):
+            self._serve(slot, roles if self.mode == "shared" else (role,))
         for running in self._running.values():
             self._num_asked[running.role] += 1
             self._count(running.slot, running.role, 1, now)
@@ -227,7 +227,7 @@ class Allocator:
         seconds = now - clock.swap_began
         clock.swap_s += seconds
         clock.swap_began = None
-        self._note_load(slot)
+        self._serve(slot, (self._awake[slot],))
         self._measured_swap_s = moving_average(self._measured_swap_s, seconds)
 
     def end_round(self, now: float) -> Usage:
@@ -342,26 +342,24 @@ class Allocator:
     def _pick(self, role: str, rank: int) -> int | None:
         """Return the slot with the fewest in flight; of several the rank's own, to which it has connections."""
         by_load = self._by_load[role]
-        while by_load and self._load(role, by_load[0][-1]) != by_load[0][:2]:
+        while by_load and by_load[0] != self._load(role, by_load[0][-1]):
             heappop(by_load)
         if not by_load or by_load[0][0] >= self._depth(role):
             return None
+        *load, slot = by_load[0]
         own_slot = rank % self.pool.num_slots
-        is_as_free = self._load(role, own_slot) == by_load[0][:2]
-        return own_slot if is_as_free else by_load[0][-1]
+        return own_slot if self._load(role, own_slot) == (*load, own_slot) else slot
 
-    def _load(self, role: str, slot: int) -> tuple[int, int] | None:
-        """Return the requests in flight of the role, and of all; None where the slot does not serve it now."""
+    def _load(self, role: str, slot: int) -> tuple[int, int, int]:
+        """Return the requests in flight of the role (-1 where the slot does not serve it), those of all, and the slot."""
         clock = self._clocks[slot]
-        if clock.swap_began is not None or self._awake[slot] != role and self.mode != "shared":
-            return None
-        return clock.in_flight[role], clock.num_in_flight
+        number = clock.in_flight[role] if role in clock.serves else -1
+        return number, clock.num_in_flight, slot
 
-    def _note_load(self, slot: int) -> None:
-        clock = self._clocks[slot]
-        roles = self.pool.roles if self.mode == "shared" else (self._awake[slot],)
+    def _serve(self, slot: int, roles: Sequence[str]) -> None:
+        self._clocks[slot].serves = roles
         for role in roles:
-            heappush(self._by_load[role], (clock.in_flight[role], clock.num_in_flight, slot))
+            heappush(self._by_load[role], self._load(role, slot))
 
     def _depth(self, role: str) -> int:
         """Return how many requests a slot may hold of a role: its share, as slots that still wake will take theirs.
@@ -438,6 +436,7 @@ class Allocator:
         self._num_awake[role] -= 1
         self._num_awake[target] += 1
         self._clocks[slot].swap_began = now
+        self._serve(slot, ())
         self._num_swaps += 1
         return Swap(slot, role, target)
 
@@ -447,7 +446,7 @@ class Allocator:
         clock.advance(now)
         clock.in_flight[role] += change
         clock.num_in_flight += change
-        self._note_load(slot)
+        self._serve(slot, clock.serves)
 
 
 def divide(num_slots: int, work: Mapping[str, float], now: Mapping[str, int]) -> dict[str, int]:

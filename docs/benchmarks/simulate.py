@@ -82,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--machines", type=whole, default=1, help="machines with so many slots each")
     add("--judge-devices", type=whole, default=1,
         help="devices of a slot: one judge, or so many engines of the policy")  # fmt: skip
-    add("--rounds", type=whole, default=8)
+    add("--rounds", type=whole, help="by default 8, or fewer that draw about 1,000 prompts")
     add("--train-s", type=at_least(0), help="also play whole steps; seconds of training")
     add("--oversample", type=at_least(1), default=1.5)
     add("--max-staleness", type=whole, nargs="+", default=[4],
@@ -150,13 +150,14 @@ def make_scenario(args: argparse.Namespace) -> Scenario:
     recipe = load_recipe(args.recipe) if args.recipe else {}
     config = require_rollouts(resolve(recipe={**_EXAMPLE, **recipe}))
     max_tokens = args.max_tokens or config.max_tokens
+    need = args.prompts_per_step or config.prompts_per_step
     return Scenario(
         num_slots=args.slots,
         swap_s=args.swap_s,
-        num_rounds=args.rounds,
+        num_rounds=args.rounds or max(1, min(8, 1024 // need)),
         warm_up=3,
         group_size=args.group_size or config.group_size,
-        need=args.prompts_per_step or config.prompts_per_step,
+        need=need,
         dynamic=config.sampling.dynamic and not args.no_dynamic_sampling,
         max_tries=config.sampling.max_tries,
         max_tokens=max_tokens,

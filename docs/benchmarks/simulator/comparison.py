@@ -19,7 +19,7 @@ from simulator.simulation import (
 from simulator.speeds import Speed
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, in_order
-from ycore.round.sampling import AcceptanceRate
+from ycore.round.sampling import MEMORY, AcceptanceRate
 
 _APART = (
     10**6
@@ -28,6 +28,8 @@ GOOD_ENOUGH = 1.02  # `dynamic` is recommended within this factor of the shortes
 CAPACITY = 256  # requests that a slot holds of a role at most: vLLM's own limit
 _SIGMA = 0.8
 _TEACH_SHARE = 0.7
+# Groups that a run which knows the share of groups that teach has seen, as they count.
+_KNOWN = 1 / (1 - MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ def simulate(
     *,
     num_rounds: int,
     warm_up: int = 0,
+    first: int = 0,
     num_machines: int = 1,
     ranks: int = 1,
     position_of: Callable[[int], int] | None = None,
@@ -77,7 +80,7 @@ def simulate(
     Args:
         pool: the slots of each of `num_machines`, on which `ranks` train.
         groups_of_round: a round's groups, which may drift from round to round.
-        num_rounds: counted rounds, after `warm_up` rounds that only teach.
+        num_rounds: counted rounds, after `warm_up` rounds that only teach; those before `first` are left out.
         position_of: a round's first position; by default the rounds are far apart.
     """
     allocators, yields = (
@@ -85,7 +88,7 @@ def simulate(
         yields or AcceptanceRate(),
     )
     outcomes = []
-    for number in range(warm_up + num_rounds):
+    for number in range(first, warm_up + num_rounds):
         position = _APART * number if position_of is None else position_of(number)
         groups = groups_of_round(number)
         one = SimulatedRound(
@@ -100,7 +103,7 @@ def simulate(
         ]
         for allocator in allocators:
             allocator.learn(added)
-    return Result(placement, tuple(outcomes[warm_up:]))
+    return Result(placement, tuple(outcomes[-num_rounds:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +158,8 @@ def assumed_work(scenario: Scenario) -> Workload:
 def compare_assumed(scenario: Scenario) -> Comparison:
     """Every placement over `assumed_work`."""
     roles = (ROLLOUT, JUDGE) if scenario.judge_work > 0 else (ROLLOUT,)
-    speed, mean = Speed(*scenario.step_s), scenario.mean_tokens
-    group_at = cache(assumed_work(scenario).group_at)
+    speed, mean, work = Speed(*scenario.step_s), scenario.mean_tokens, assumed_work(scenario)
+    group_at = cache(work.group_at)
 
     def play(placement: Placement, demand: Demand) -> Result:
         return simulate(
@@ -173,8 +176,10 @@ def compare_assumed(scenario: Scenario) -> Comparison:
             demand,
             num_rounds=scenario.num_rounds,
             warm_up=scenario.warm_up,
+            first=0 if placement == DYNAMIC else scenario.warm_up,
             num_machines=scenario.num_machines,
             ranks=scenario.num_slots * scenario.engines,
+            yields=AcceptanceRate(_KNOWN * work.teach_share, _KNOWN),
         )
 
     note = (
@@ -237,14 +242,15 @@ def recommend(results: Sequence[Result]) -> Result:
 
 
 def compare_recorded(rounds: Sequence[Sequence[Request]], scenario: Scenario) -> Comparison:
-    """The recorded rounds under every placement; the first ones are played once more before, to learn from."""
+    """The recorded rounds under every placement; `dynamic` plays the first ones once more before, to learn from."""
     recording = recorded(rounds, group_size=scenario.group_size)
     roles, num_rounds = in_order(list(recording.speeds)), len(recording.rounds)
     machine = Machine(recording.speeds, dict.fromkeys(roles, scenario.swap_s))
 
     def play(placement: Placement, demand: Demand) -> Result:
         allocator, outcomes = Allocator(scenario.pool(roles), placement), []
-        for groups in (*recording.rounds[: scenario.warm_up], *recording.rounds):
+        warm_up = recording.rounds[: scenario.warm_up if placement == DYNAMIC else 0]
+        for groups in (*warm_up, *recording.rounds):
             # A trace does not say which groups could teach, so each is drawn after as many others as it was then.
             wanted = Demand(len(groups), known_lengths=demand.known_lengths)
             outcomes.append(

@@ -238,10 +238,10 @@ def start_engines(
             if not request_succeeds(
                 engine.socket, "POST", SLEEP.format(level=level), timeout_s=start_timeout_s
             ):
-                way_out = (
-                    f"see logs/{engine.name}.log, or let engines stay awake: engine.sleep=false"
+                raise EngineError(
+                    f"{engine.name} does not sleep; see logs/{engine.name}.log, or let engines stay awake: "
+                    "engine.sleep=false"
                 )
-                raise EngineError(f"{engine.name} does not sleep; {way_out}")
             mark_asleep(engine.socket, level)
         started |= {engine.name: engine for engine in live}
     return [started[engine.name] for engine in planned]

@@ -41,8 +41,8 @@ class RunWatch:
     def __init__(self, run_id: str, *, keep: Collection[int] = ()) -> None:
         self._run_id = run_id
         self._keep = {os.getpid(), *keep}
-        # By process id and start time: the kernel uses ids again.
-        self._known: dict[tuple[int, float], psutil.Process] = {}
+        # Equal by process id and start time: the kernel uses ids again.
+        self._known = set[psutil.Process]()
 
     def look(self) -> list[psutil.Process]:
         """Return the run's processes: those with its id, what they started, and what earlier looks have met."""
@@ -53,30 +53,28 @@ class RunWatch:
             with suppress(psutil.Error, OSError):  # another user's, a zombie, or gone
                 if process.environ().get(RUN_MARKER) == self._run_id:
                     self._remember(process)
-        parents = [process.pid for process in self._known.values() if is_alive(process)]
+        parents = [process.pid for process in self._known if is_alive(process)]
         while parents:
             started = children.pop(parents.pop(), [])
             parents += [child.pid for child in started]
             for child in started:
                 self._remember(child)
-        self._known = {
-            key: process for key, process in self._known.items() if is_alive(process)
-        }
-        return list(self._known.values())
+        self._known = set(filter(is_alive, self._known))
+        return list(self._known)
 
     def kill(self, *, grace_s: float = 3.0) -> int:
         """End every process of the run, SIGTERM first and SIGKILL after `grace_s`; return how many there were."""
-        terminated: set[tuple[int, float]] = set()
+        terminated = set[psutil.Process]()
         force_from = time.monotonic() + grace_s
         while self.look():
             now = time.monotonic()
-            for key, process in self._known.items():
+            for process in self._known:
                 if now >= force_from:
                     _kill(process, tracker_too=now > force_from + _TRACKER_ENDS_WITHIN_S)
-                elif key not in terminated:
+                elif process not in terminated:
                     with suppress(psutil.Error):
                         process.terminate()
-            terminated |= self._known.keys()
+            terminated |= self._known
             if now > force_from + _KILL_WITHIN_S:
                 break
             # psutil.wait_procs would take the exit codes of this process's children.
@@ -86,7 +84,7 @@ class RunWatch:
     def _remember(self, process: psutil.Process) -> None:
         with suppress(psutil.Error):  # gone meanwhile
             if process.pid not in self._keep and is_alive(process):
-                self._known[(process.pid, process.create_time())] = process
+                self._known.add(process)
 
 
 def _kill(process: psutil.Process, *, tracker_too: bool) -> None:

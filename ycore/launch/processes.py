@@ -241,8 +241,8 @@ class RankedTrainer:
     def _ended(self) -> _EndedProcess:
         """Return the process whose end explains the trainer's: the allocator, a rank, or torchrun."""
         process = self._lost_allocator or self.launcher
-        culprit = self._culprit()
-        if self._lost_allocator is not None or culprit is None:
+        culprit = None if self._lost_allocator else self._culprit()
+        if culprit is None:
             return _EndedProcess(
                 process.name, process.log, process.how_it_ended(), process.last_line()
             )
@@ -269,8 +269,7 @@ class RankedTrainer:
     @property
     def _lost_allocator(self) -> ManagedProcess | None:
         """The process that places the ranks' requests, where it has failed. It ends well when all ranks have gone."""
-        has_failed = self.allocator is not None and self.allocator.exit_code
-        return self.allocator if has_failed else None
+        return self.allocator if self.allocator and self.allocator.exit_code else None
 
     def _reports(self) -> list[Report]:
         reports = []

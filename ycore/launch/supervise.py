@@ -84,8 +84,9 @@ class Supervisor:
         self.folder = self.site.folder
         self.saves = self.kind.trains
         self._follower = MetricsFollower(self.folder.metrics, say=self.progress.say)
-        root = shlex.quote(str(self.home.root))
-        self._hint = f"; `ycore resume {root}` continues" if self.saves else ""
+        self._hint = ""
+        if self.saves:
+            self._hint = f"; `ycore resume {shlex.quote(str(self.home.root))}` continues"
         self._num_restarts = 0
         self._trainer = self._start_trainer()
         self.engines.on_hang = self._write_stacks
@@ -143,8 +144,9 @@ class Supervisor:
     def _restart(self, error: TrainerError) -> None:
         """Kill what the trainer left, reward workers and other ranks included, and start it again."""
         self._num_restarts += 1
-        count = f"{self._num_restarts} of {self.limits.restarts}"
-        self.progress.say(f"{error}; resuming from the newest checkpoint ({count})")
+        self.progress.say(
+            f"{error}; resuming from the newest checkpoint ({self._num_restarts} of {self.limits.restarts})"
+        )
         engines = [process.pid for process in self.engines.processes()]
         RunWatch(self.folder.run_id, keep=engines).kill(grace_s=0)
         forget_reports(self.folder)
@@ -213,8 +215,7 @@ class Supervisor:
                 self._trainer.send(signal.SIGINT)
                 signalled_ns = time.time_ns()
             self._check_others()
-            waited_s = time.monotonic() - began
-            is_late = waited_s > _END_WITHIN_S or self.machines.has_ended
+            is_late = time.monotonic() - began > _END_WITHIN_S or self.machines.has_ended
             if self._num_stops > 1 or (not self._will_save and is_late):
                 self.machines.tell("stop 2")
                 self._trainer.send(signal.SIGKILL)
@@ -270,14 +271,18 @@ class Supervisor:
         # Read first: stopped processes are continued to write their stacks.
         activity = self._activity()
         stacks = self._write_stacks(why)
-        error = f"{why}, in step {self._step + 1} (it was {activity}; the stack of every process is in {stacks})"
-        self._fail(error, is_cause=True)
+        self._fail(
+            f"{why}, in step {self._step + 1} (it was {activity}; the stack of every process is in {stacks})",
+            is_cause=True,
+        )
 
     def _write_stacks(self, why: str) -> Path:
-        path = self.folder.logs / f"stacks-step-{self._step + 1}.txt"
-        why = f"{why}, in step {self._step + 1}; it was {self._activity()}"
-        return write_stacks(RunWatch(self.folder.run_id).look(), path, why=why)
+        return write_stacks(
+            RunWatch(self.folder.run_id).look(),
+            self.folder.logs / f"stacks-step-{self._step + 1}.txt",
+            why=f"{why}, in step {self._step + 1}; it was {self._activity()}",
+        )
 
     def _activity(self) -> str:
-        now = RunActivity(self.folder.root).look()
-        return "; ".join([now.now(), *now.queue_words()])
+        activity = RunActivity(self.folder.root).look()
+        return "; ".join([activity.now(), *activity.queue_words()])

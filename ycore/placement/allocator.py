@@ -278,8 +278,7 @@ class Allocator:
         self._work = {role: RoleWork(*work[role]) for role in roles if role in work}
         self._measured_swap_s = state["swap_s"]
         division: dict[str, int] = state["division"]
-        has_same_roles = set(division) == set(roles)
-        is_same = has_same_roles and sum(division.values()) == self.pool.num_slots
+        is_same = set(division) == set(roles) and sum(division.values()) == self.pool.num_slots
         if self._is_dynamic and is_same:
             self.division = {role: division[role] for role in roles}
             self.mode = state["mode"]
@@ -387,8 +386,7 @@ class Allocator:
 
     def _next_phase(self, now: float) -> list[Action]:
         """Change all slots together, once their role has nothing left anywhere."""
-        is_busy = bool(self._waiting[self._awake[0]] or self._running or self._is_swapping)
-        if is_busy or self.is_idle:
+        if self._waiting[self._awake[0]] or self._running or self._is_swapping or self.is_idle:
             return []
         target = max(self.pool.roles, key=lambda role: len(self._waiting[role]))
         return [self._swap(slot, target, now) for slot in range(self.pool.num_slots)]
@@ -400,14 +398,11 @@ class Allocator:
             clock = self._clocks[slot]
             if clock.num_in_flight or clock.swap_began is not None or self._waiting[role]:
                 continue
-            gains = {
-                target: self._gain_s(role, target)
-                for target in self.pool.roles
-                if target != role and self._waiting[target]
-            }
-            best = max(gains, key=lambda target: gains[target], default=role)
-            if best != role and gains[best] > 0:
-                actions.append(self._swap(slot, best, now))
+            others = [target for target in self.pool.roles if self._waiting[target]]
+            gains = [self._gain_s(role, target) for target in others]
+            best_s = max(gains, default=0.0)
+            if best_s > 0:
+                actions.append(self._swap(slot, others[gains.index(best_s)], now))
         return actions
 
     def _gain_s(self, source: str, target: str) -> float:

@@ -65,10 +65,7 @@ def main() -> int:
     keep_printing()
     dump_stacks_on_signal()
     folder = RunFolder(Path(sys.argv[1]))
-    is_ranks = (
-        os.environ.keys() >= OF_RANKS
-    )  # torchrun started this process, be it the only one
-    if is_ranks:
+    if os.environ.keys() >= OF_RANKS:  # torchrun started this process, be it the only one
         return _train_as_rank(folder, this_rank())
     keep_to_cores(folder, 0)
     return _train(folder, lambda error: None)

@@ -248,14 +248,13 @@ class StepMetrics(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self.controller is not None:
-            self.controller.settle()
+        controller = self.controller
+        if controller is not None:
+            controller.settle()
         self.seconds = time.perf_counter() - self._began
-        if self.controller is not None:
-            self.controller.record("ycore/time/step", self.seconds)
-            self.controller.record(
-                "ycore/time/train", self.seconds - self.controller.take_seconds()
-            )
+        if controller is not None:
+            controller.record("ycore/time/step", self.seconds)
+            controller.record("ycore/time/train", self.seconds - controller.take_seconds())
 
     def on_log(
         self,

@@ -72,8 +72,12 @@ def report(
     ycore report runs/quickstart --live
     ycore report runs/dapo runs/grpo --fit steps
     """
+
+    def can_use(run: RunFolder) -> bool:
+        metrics = run.metrics
+        return live or once or (metrics.is_file() and metrics.stat().st_size > 0)
+
     if not runs:
-        can_use = (lambda _: True) if live or once else _has_a_step
         runs = [newest_run("report", can_use, need="with a step")]
     if live or once:
         _follow(runs, once=once)
@@ -94,10 +98,6 @@ def report(
     else:
         problems = [("damaged", problem) for run in made for problem in run.problems]
         print_table([("page", str(page)), *fits, *problems])
-
-
-def _has_a_step(run: RunFolder) -> bool:
-    return run.metrics.is_file() and run.metrics.stat().st_size > 0
 
 
 def _follow(runs: Sequence[Path], *, once: bool) -> None:

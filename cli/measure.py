@@ -2,6 +2,7 @@
 measures a model on held-out prompts with the engines and rewards that training uses."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -38,18 +39,34 @@ def plan(
 ) -> None:
     """Memory and time of a run, before it starts, on any devices.
 
-    Reads the model's config.json alone, see docs/plan.md. Fields of TRL's GRPOConfig are options too.
+    Of the model it reads config.json alone, see docs/plan.md. Fields of TRL's GRPOConfig are options too.
     With --dataset or --show-rows it also shows rows of the dataset as the model will see them.
 
     \b
     ycore plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --max-tokens 1024
     ycore plan --recipe quickstart --devices cpu --show-rows 3
     """
-    from ycore.api.planning import make_run_plan, plan_in_words
+    from ycore.api.planning import make_run_plan, plan_in_words, planned_config
     from ycore.api.shown_rows import shown_dataset
+    from ycore.config.algorithms import find_algorithm
+    from ycore.config.recipe_files import load_recipe
 
     with stdout_for_json(json):
-        config, names_dataset = _planned_config(context, recipe)
+        base = load_recipe(recipe) if recipe else {}
+        algorithm = find_algorithm(base.get("algorithm", "grpo")).name
+        options = o.typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
+        config = planned_config(base, options, sets=context.params.get("set_") or ())
+        names_dataset = "dataset" in {**base, **options}
+        if show_rows is not None and not names_dataset:
+            raise typer.BadParameter(
+                f"--show-rows {show_rows} shows rows of the run's dataset; name it with --dataset"
+            )
+        shows = show_rows is not None or dataset is not None
+        is_here = config.dataset.startswith(("task:", "gym:")) or Path(config.dataset).is_file()
+        if shows or (names_dataset and is_here):
+            shown, rows = shown_dataset(config, num_rows=show_rows or 1)
+            if prompt_tokens is None:
+                prompt_tokens = shown["reading"]["mean_tokens"]
         made = make_run_plan(
             config,
             devices=devices,
@@ -58,36 +75,16 @@ def plan(
             completion_tokens=completion_tokens,
         )
         values, lines = plan_in_words(made, top=top or 5)
-        if show_rows is not None and not names_dataset:
-            raise typer.BadParameter(
-                f"--show-rows {show_rows} shows rows of the run's dataset; name it with --dataset"
-            )
-        rows: list[tuple[str, str]] = []
-        if show_rows is not None or dataset is not None:
-            values["dataset"], rows = shown_dataset(config, num_rows=show_rows or 1)
     if json:
-        print_json(values)
+        print_json(values | ({"dataset": shown} if shows else {}))
     else:
-        if rows:
+        if shows:
             print_table(rows)
             print_line("")
         for line in lines:
             print_line(line)
     if not made.fitting:
         raise typer.Exit(1)
-
-
-def _planned_config(context: typer.Context, recipe: str | None) -> "tuple[RunConfig, bool]":
-    """Resolve the options and the recipe, and tell whether they name a dataset; what only a run needs is filled in."""
-    from ycore.api.planning import planned_config
-    from ycore.config.algorithms import find_algorithm
-    from ycore.config.recipe_files import load_recipe
-
-    base = load_recipe(recipe) if recipe else {}
-    algorithm = find_algorithm(base.get("algorithm", "grpo")).name
-    options = o.typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
-    config = planned_config(base, options, sets=context.params.get("set_") or ())
-    return config, "dataset" in {**base, **options}
 
 
 @o.takes(

@@ -184,11 +184,18 @@ def test_the_plan_forecasts_seconds_epochs_and_tokens(
     length = json.loads(capfd.readouterr().out)["length"]
     assert (length["rounds"], length["epochs"]) == (40 // passes, 4 / passes)
     assert length["tokens_per_step"] == 8 * 8 * 16
+    assert run([*words, "--set", "sampling.reuse=0.3", "--json"]) == 0
+    reused = json.loads(capfd.readouterr().out)["length"]
+    rounds = 40 // passes
+    assert length["prompts"] == 8 * rounds
+    assert reused["prompts"] == 8 * rounds - (rounds - 1) * 2, "2 of 8 come again, but at first"
+    assert reused["epochs"] == pytest.approx(reused["prompts"] / 80)
     low, high = length["time"]["run_s"]
     assert 0 < length["time"]["start_s"] < low < high
     assert run(words) == 0
     out = capfd.readouterr().out
-    assert "on an idle machine" in out and "a step" in out.split("time")[1]
+    forecast = out.split("time")[1]
+    assert "by speeds measured here, now" in " ".join(forecast.split()) and "a step" in forecast
     lines = out.splitlines()
     assert len(lines) < 24 and max(map(len, lines[2:])) <= 80, out
 

@@ -1,6 +1,7 @@
 """`ycore plan` as it is typed: a table or JSON, from a config.json alone, importing nothing heavy."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,11 @@ def test_a_recipe_is_planned_for_the_machine_here(capsys: pytest.CaptureFixture[
     assert typed("plan --recipe quickstart --devices cpu --set lora.r=4") == 0
     told = capsys.readouterr().out
     assert "LoRA r=4" in told and "all at once" in told and "GFLOP/s" in told
+    (lengths,) = re.findall(r"prompts of (\d+) tokens x 8 completions of (\d+)", told)
+    assert int(lengths[0]) < 100 and lengths[1] == "16", "lengths are the recipe's own"
+    assert "dataset" not in told and "asked" not in told
+    assert typed("plan --recipe quickstart --devices cpu --prompt-tokens 99") == 0
+    assert "8 prompts of 99 tokens" in capsys.readouterr().out
 
 
 def test_rows_of_the_dataset_are_shown_as_a_dry_run_shows_them(

@@ -90,7 +90,7 @@ def test_a_text_model_inside_another_is_the_one_that_is_counted() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{}", "no plan can read .*num_attention_heads"),
+        ("{}", "sizes in config.json, .* has no num_attention_heads; write it there, or"),
         ("[]", "must hold a JSON object"),
         ("{", "cannot be read as JSON"),
     ],
@@ -158,6 +158,6 @@ def test_what_a_token_leaves_in_the_cache_follows_the_attention() -> None:
 )
 def test_sizes_that_cannot_be_read_are_one_line(changed: dict[str, Any]) -> None:
     config = dict(known_config("smollm2-135m") or {}) | changed
-    with pytest.raises(ModelError, match=r"mine.*only text decoders can be planned") as caught:
+    with pytest.raises(ModelError, match=r"mine: .*; write it there, or take") as caught:
         facts_of(config, name="mine")
     assert "\n" not in str(caught.value)

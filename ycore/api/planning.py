@@ -100,7 +100,7 @@ def run_length(
     details: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Count the prompts, epochs and tokens of a run, and forecast its seconds, from what a plan knows of its rows."""
-    length = _counts(config, batch, details["dataset"])
+    length = _counts(config, batch, details["dataset"], site.layout.world)
     engine = details.get("engine", "vllm")
     no_forecast = None
     if engine != "vllm":
@@ -124,21 +124,27 @@ def run_length(
 
 
 def _counts(
-    config: RunConfig | TuneConfig, batch: BatchPlan | TuneBatch, dataset: Mapping[str, Any]
+    config: RunConfig | TuneConfig,
+    batch: BatchPlan | TuneBatch,
+    dataset: Mapping[str, Any],
+    num_ranks: int,
 ) -> dict[str, Any]:
-    """Count steps, epochs and the tokens of a step; of a run with rollouts, also rounds and their prompts."""
+    """Count steps, epochs and the tokens of a step; of a run with rollouts, also rounds and the prompts they draw."""
     if isinstance(batch, TuneBatch):
         row_tokens = dataset["reading"]["mean_tokens"]
         tokens = batch.batch_size * min(row_tokens, batch.max_length or row_tokens)
         return {"steps": batch.steps, "epochs": batch.epochs, "tokens_per_step": tokens}
     assert isinstance(config, RunConfig)
     rounds = batch.num_rounds(config)
-    prompts_per_round = config.prompts_per_step * batch.steps_per_round
+    per_rank = config.prompts_per_step * batch.steps_per_round // num_ranks
+    # The first round has no groups of earlier ones to take again.
+    reused = int(config.sampling.reuse * per_rank) * (rounds - 1)
+    prompts = num_ranks * (rounds * per_rank - reused)
     return {
         "steps": config.steps,
         "rounds": rounds,
-        "prompts_per_round": prompts_per_round,
-        "epochs": rounds * prompts_per_round / dataset["rows"] if dataset["rows"] else None,
+        "prompts": prompts,
+        "epochs": prompts / dataset["rows"] if dataset["rows"] else None,
         "tokens_per_step": config.prompts_per_step * config.group_size * config.max_tokens,
     }
 
@@ -173,7 +179,7 @@ def _rollouts_time(
         _mean_step_s(config, batch, forecast_step(kind, strategy, fleet))
         for kind in (brief, work)
     ]
-    return _time(efficiency_of(fleet.device).start_s, config.steps, step_s)
+    return _time(fleet, config.steps, step_s)
 
 
 def _mean_step_s(config: RunConfig, batch: BatchPlan, forecast: StepForecast) -> float:
@@ -210,14 +216,18 @@ def _examples_time(
     )
     cores = fleet.count // strategy.ranks if fleet.device.on_cpu else 1
     step_s = train_s(work, strategy, fleet.device, cores=cores)
-    start_s = efficiency_of(fleet.device).start_s / 2  # no engines
-    return _time(start_s, batch.steps, (step_s / _SPREAD, step_s * _SPREAD))
+    step_range = (step_s / _SPREAD, step_s * _SPREAD)
+    return _time(fleet, batch.steps, step_range, start=0.5)  # no engines
 
 
-def _time(start_s: float, steps: int, step_s: Sequence[float]) -> dict[str, Any]:
+def _time(
+    fleet: Fleet, steps: int, step_s: Sequence[float], *, start: float = 1.0
+) -> dict[str, Any]:
     """Return the parts of a run's seconds and their sum, at the fast end and at the slow end."""
+    start_s = start * efficiency_of(fleet.device).start_s
     run_s = [start_s + steps * seconds for seconds in step_s]
-    return {"start_s": start_s, "step_s": step_s, "run_s": run_s}
+    speeds = fleet.device.source
+    return {"start_s": start_s, "step_s": step_s, "run_s": run_s, "speeds": speeds}
 
 
 def _fleet(config: BaseConfig, machine: Machine) -> Fleet | None:

@@ -109,7 +109,7 @@ def _length_rows(plan: Mapping[str, Any]) -> Rows:
     rows = [("loss", ", ".join(main))] if main else []
     tokens = length["tokens_per_step"]
     if "rounds" in length:
-        num_prompts = length["rounds"] * length["prompts_per_round"]
+        num_prompts = length["prompts"]
         data = f"{num_prompts:,} prompts"
         parts = plan["dataset"]["parts"]
         for name, share, num_rows in parts:
@@ -130,7 +130,7 @@ def _time_lines(length: Mapping[str, Any]) -> list[str]:
     quickest, slowest = map(as_duration, time["run_s"])
     low, high = time["step_s"]
     return [
-        f"{quickest} to {slowest} on an idle machine, without evaluations",
+        f"{quickest} to {slowest} without evaluations, by speeds {time['speeds']}",
         f"start {time['start_s']:.0f} s, a step {low:.1f} to {high:.1f} s",
     ]
 

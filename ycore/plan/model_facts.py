@@ -145,8 +145,10 @@ def facts_of(config: Mapping[str, Any], *, name: str) -> ModelFacts:
     try:
         return _read_facts(config, name)
     except (KeyError, TypeError, ValueError, ArithmeticError) as problem:
+        why = f"has no {problem.args[0]}" if isinstance(problem, KeyError) else problem
         raise ModelError(
-            f"config.json of {name} has sizes that no plan can read ({problem!r:.100}); only text decoders can be planned"
+            f"a plan is made of the sizes in config.json, and in that of {name}: {why!s:.200}; write it there, or take a "
+            "text decoder that has it"
         ) from None
 
 

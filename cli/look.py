@@ -73,12 +73,15 @@ def report(
     ycore report runs/dapo runs/grpo --fit steps
     """
 
-    def can_use(run: RunFolder) -> bool:
-        metrics = run.metrics
-        return live or once or (metrics.is_file() and metrics.stat().st_size > 0)
-
     if not runs:
-        runs = [newest_run("report", can_use, need="with a step")]
+        newest = newest_run(
+            "report",
+            lambda run: (
+                live or once or (run.metrics.is_file() and run.metrics.stat().st_size > 0)
+            ),
+            need="with a step",
+        )
+        runs = [newest]
     if live or once:
         _follow(runs, once=once)
         return

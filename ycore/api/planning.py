@@ -100,7 +100,7 @@ def run_length(
     details: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Count the prompts, epochs and tokens of a run, and forecast its seconds, from what a plan knows of its rows."""
-    length = _counts(config, batch, details["dataset"], site.layout.world)
+    length = _counts(config, batch, details["dataset"])
     engine = details.get("engine", "vllm")
     no_forecast = None
     if engine != "vllm":
@@ -124,10 +124,7 @@ def run_length(
 
 
 def _counts(
-    config: RunConfig | TuneConfig,
-    batch: BatchPlan | TuneBatch,
-    dataset: Mapping[str, Any],
-    num_ranks: int,
+    config: RunConfig | TuneConfig, batch: BatchPlan | TuneBatch, dataset: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Count steps, epochs and the tokens of a step; of a run with rollouts, also rounds and the prompts they draw."""
     if isinstance(batch, TuneBatch):
@@ -136,10 +133,9 @@ def _counts(
         return {"steps": batch.steps, "epochs": batch.epochs, "tokens_per_step": tokens}
     assert isinstance(config, RunConfig)
     rounds = batch.num_rounds(config)
-    per_rank = config.prompts_per_step * batch.steps_per_round // num_ranks
-    # The first round has no groups of earlier ones to take again.
-    reused = int(config.sampling.reuse * per_rank) * (rounds - 1)
-    prompts = num_ranks * (rounds * per_rank - reused)
+    per_round = config.prompts_per_step * batch.steps_per_round
+    # The first round has no groups of earlier ones to take again. Several ranks round down, each for itself.
+    prompts = rounds * per_round - int(config.sampling.reuse * per_round) * (rounds - 1)
     return {
         "steps": config.steps,
         "rounds": rounds,

@@ -71,8 +71,10 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
     rows += reading_rows(plan["dataset"]["reading"])
     if has_rollouts:
         rows += _reward_rows(plan)
-    if plan.get("evaluation"):
-        rows.append(("held out", _evaluation_in_words(plan["evaluation"])))
+    if evaluation := plan.get("evaluation"):
+        figures = f"{evaluation['rows']} rows, by {', '.join(evaluation['rewards'])}"
+        when = f"before the first step, every {evaluation['every']} steps and after the last"
+        rows.append(("held out", f"{evaluation['dataset']}: {figures}, {when}"))
     rows += [("warning", line) for line in plan["warnings"]]
     trains = config["algorithm"] != "eval"
     if trains:
@@ -164,12 +166,6 @@ def _dataset_in_words(dataset: Mapping[str, Any]) -> str:
         rows += f" (measured every {dataset['eval_every']} steps)"
     left_out = f"; {dataset['left_out']}" if dataset["left_out"] else ""
     return f"{rows}, {'chats' if dataset['chat'] else 'text'}, {columns}{left_out}"
-
-
-def _evaluation_in_words(evaluation: Mapping[str, Any]) -> str:
-    rewards = ", ".join(evaluation["rewards"])
-    when = f"before the first step, every {evaluation['every']} steps and after the last"
-    return f"{evaluation['dataset']}: {evaluation['rows']} rows, by {rewards}, {when}"
 
 
 def _reward_rows(plan: Mapping[str, Any]) -> Rows:

@@ -64,9 +64,9 @@ def plan(
         shows = show_rows is not None or dataset is not None
         is_here = config.dataset.startswith(("task:", "gym:")) or Path(config.dataset).is_file()
         if shows or (names_dataset and is_here):
-            shown, rows = shown_dataset(config, num_rows=show_rows or 1)
+            read, rows = shown_dataset(config, num_rows=show_rows or 1)
             if prompt_tokens is None:
-                prompt_tokens = shown["reading"]["mean_tokens"]
+                prompt_tokens = read["reading"]["mean_tokens"]
         made = make_run_plan(
             config,
             devices=devices,
@@ -76,7 +76,7 @@ def plan(
         )
         values, lines = plan_in_words(made, top=top or 5)
     if json:
-        print_json(values | ({"dataset": shown} if shows else {}))
+        print_json(values | ({"dataset": read} if shows else {}))
     else:
         if shows:
             print_table(rows)

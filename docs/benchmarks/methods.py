@@ -50,6 +50,8 @@ TASKS = {
 _FAMILY = "chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 REWARDS = {"sums": "exact_answer", "gym": "gym"}
 TRL = "trl"
+_APART = ["grpo", "--set", "engine.devices=1"]  # the engine has cores of its own
+_UNCORRECTED = ["--set", "trl.vllm_importance_sampling_correction=false"]
 METHODS: dict[str, list[str]] = {
     "default": ["grpo"],
     "grpo": ["grpo", "--preset", "grpo", "--beta", "0"],
@@ -65,6 +67,11 @@ METHODS: dict[str, list[str]] = {
     "ppo": ["ppo", "--set", "critic.lr_ratio=2", "--set", "critic.warmup_steps=1"],
     "stale-4": ["grpo", "--max-staleness", "4"],
     "reuse": ["grpo", "--set", "sampling.reuse=0.25"],
+    "turns": _APART,
+    **{f"ahead-{most}": [*_APART, "--max-staleness", most] for most in ("1", "2", "4", "8")},
+    "ahead-8-plain": [*_APART, "--max-staleness", "8", *_UNCORRECTED],
+    "rounds-8": [*_APART, "--max-staleness", "8", "--deterministic"],
+    "rounds-8-plain": [*_APART, "--max-staleness", "8", "--deterministic", *_UNCORRECTED],
     TRL: [],
 }
 FIGURE = "ycore/eval/pass@1"

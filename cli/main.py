@@ -33,7 +33,7 @@ app = typer.Typer(
         "max_content_width": 100, "help_option_names": ["--help", "-h"],
         "token_normalize_func": lambda name: name.replace("_", "-"),  # --group_size is --group-size
     },
-    pretty_exceptions_enable=False, rich_markup_mode=None, add_completion=False,
+    pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
 for algorithm in ALGORITHMS.values():
     app.command(algorithm.name, cls=PanelCommand, context_settings=_ANY_TRL_FIELD)(
@@ -57,17 +57,6 @@ def ycore(
     context: typer.Context,
     *,
     version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
-    install_completion: Annotated[
-        bool,
-        typer.Option(
-            "--install-completion",
-            help="Let your shell (bash, zsh or fish) complete ycore's words on Tab.",
-        ),
-    ] = False,
-    show_completion: Annotated[
-        bool,
-        typer.Option("--show-completion", help="Print what it would read instead."),
-    ] = False,
 ) -> None:
     """Reinforcement learning for language models from one command.
 
@@ -77,13 +66,6 @@ def ycore(
     """
     if version:
         print(f"ycore {__version__}")
-    elif install_completion or show_completion:
-        from ycore_cli.completion import completion_script, install_completion_script
-
-        if show_completion:
-            print(completion_script(context.command), end="")
-        else:
-            print(install_completion_script(context.command))
     elif context.invoked_subcommand is None:
         print(context.get_help())
     else:

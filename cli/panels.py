@@ -43,6 +43,13 @@ class PanelCommand(TyperCommand):
 
     shows_all = False
 
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        if settings.get("resilient_parsing"):  # a Tab
+            from ycore_cli.completion import complete
+
+            complete(self)
+        return super().make_context(*args, **settings)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         self.shows_all = "--help-all" in args
         if self.shows_all:

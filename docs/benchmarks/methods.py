@@ -50,6 +50,7 @@ TASKS = {
 _FAMILY = "chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 REWARDS = {"sums": "exact_answer", "gym": "gym"}
 TRL = "trl"
+_FILES = Path(__file__).resolve().parents[1] / "methods"
 _APART = ["grpo", "--set", "engine.devices=1"]  # the engine has cores of its own
 _UNCORRECTED = ["--set", "trl.vllm_importance_sampling_correction=false"]
 METHODS: dict[str, list[str]] = {
@@ -72,6 +73,15 @@ METHODS: dict[str, list[str]] = {
     "ahead-8-plain": [*_APART, "--max-staleness", "8", *_UNCORRECTED],
     "rounds-8": [*_APART, "--max-staleness", "8", "--deterministic"],
     "rounds-8-plain": [*_APART, "--max-staleness", "8", "--deterministic", *_UNCORRECTED],
+    "pacs": [
+        "grpo",
+        "--set",
+        "trl.beta=1e-6",
+        "--no-dynamic-sampling",
+        "--loss",
+        f"{_FILES}/pacs.py:supervised",
+    ],
+    "pf-ppo": ["grpo", "--keep", f"{_FILES}/pf_ppo.py:best_worst"],
     TRL: [],
 }
 FIGURE = "ycore/eval/pass@1"
@@ -110,9 +120,9 @@ def command(told: argparse.Namespace, method: str, seed: int, output: Path) -> l
         "--recipe",
         "quickstart",
         *task,
-        *own,
         *sizes,
         *fixed,
+        *own,
         "--seed",
         seed,
         "--output",

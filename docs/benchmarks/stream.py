@@ -72,12 +72,13 @@ def main() -> None:
     add("--tokens", type=int, default=256)
     add("--steps", type=int, default=10)
     add("--seeds", type=int, default=1)
+    add("--first-seed", type=int, default=0)
     add("--output", type=Path, default=Path("runs/stream"))
     arguments = parser.parse_args()
     arguments.output = arguments.output.resolve()
     arguments.output.mkdir(parents=True, exist_ok=True)
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in arguments.sides}
-    for seed in range(arguments.seeds):
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         for side in arguments.sides:
             runs[side].append(run(arguments, side, seed))
     base = [result["steps_an_hour"] for result in runs[arguments.sides[0]]]

@@ -1,4 +1,4 @@
-"""What a Tab offers for the value of an option: Typer completes the names of commands and options by itself."""
+"""Offer the values of options on Tab; Typer completes the names of commands and options by itself."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy

@@ -33,7 +33,9 @@ _GREETING = b"ycore-host"
 _BEAT, _STOP = b".", b"!"
 _BEAT_S = 0.5
 _SILENT_S = 4.5  # before the other machines know that this one is silent, and wait for it
-_TRY_AGAIN_S = 8.0  # longer than the others need to end, if they do not wait for the host
+_TRY_AGAIN_S = 2.0
+_KNOWN_S = 20.0  # from the loss of a host until others say that they wait for it, or have ended
+_WAITS = b"waits for all others"
 _NO_CONNECTION = 255  # ssh's own exit status
 
 
@@ -44,7 +46,11 @@ class Host:
     name: str
     is_first: bool
     said: set[bytes]
-    """Lines of errors that any host has said."""
+    """Lines that any host has said."""
+    waits: list[bytes]
+    """Those of them in which a host says that it waits for one that is lost."""
+    num_waits = 0
+    """How many there were when this host was reached the last time."""
 
     def connect(self) -> None:
         """Let the host wait for its command."""
@@ -93,7 +99,11 @@ class Host:
         prefix = "" if self.is_first else f"{self.name}: "
         for line in source or ():
             is_new = target is sys.stderr and line not in self.said
-            if (self.is_first or is_new) and not line.startswith(_GREETING):
+            if _WAITS in line and line not in self.said:
+                self.waits.append(line)
+            if line.startswith(_GREETING):
+                self.num_waits = len(self.waits)
+            elif self.is_first or is_new:
                 print(
                     f"{prefix}{line.decode(errors='replace')}", end="", file=target, flush=True
                 )
@@ -110,7 +120,8 @@ def run_on_hosts(names: Sequence[str], words: Sequence[str]) -> int:
             "--hosts needs OpenSSH's client, and there is no ssh here; install it"
         )
     said: set[bytes] = set()
-    hosts = [Host(name, number == 0, said) for number, name in enumerate(names)]
+    waits: list[bytes] = []
+    hosts = [Host(name, number == 0, said, waits) for number, name in enumerate(names)]
     with StopRequests() as stops:
         try:
             for host in hosts:
@@ -156,14 +167,18 @@ def _follow(
 ) -> int:
     """Pass on output and requests to stop until all have ended; one that ends badly stops the others.
 
-    A host that is gone is tried again for as long as the others wait for it (`--restarts`).
+    A host that is gone is tried again when another says that it waits for it (`--restarts`).
     """
-    resumed = [*words, *([] if {"resume", "--resume"} & {*words} else ["--resume"])]
     num_stops = 0
     lost_at: dict[Host, float] = {}
     while None in (codes := [host.ssh.poll() for host in hosts]):
-        expected = (None, 0, Interrupted.exit_code, _NO_CONNECTION)
-        wanted = max(stops.count, any(code not in expected for code in codes))
+        lost_s = {host: time.monotonic() - began for host, began in lost_at.items()}
+        has_failed = any(code not in (None, 0, _NO_CONNECTION) for code in codes)
+        is_lost = any(
+            host.num_waits == len(host.waits) and seconds > _KNOWN_S
+            for host, seconds in lost_s.items()
+        )
+        wanted = max(stops.count, has_failed, is_lost)
         for host, code, place in zip(hosts, codes, places, strict=True):
             if wanted > 2:  # it may be frozen
                 host.ssh.kill()
@@ -171,10 +186,11 @@ def _follow(
             if code != _NO_CONNECTION:
                 lost_at.pop(host, None)
                 continue
-            lost_s = time.monotonic() - lost_at.setdefault(host, time.monotonic())
-            if lost_s > _TRY_AGAIN_S and not wanted:
+            lost_at.setdefault(host, time.monotonic())
+            is_awaited = host.num_waits < len(host.waits)
+            if is_awaited and lost_s.get(host, 0) > _TRY_AGAIN_S and not wanted:
                 host.connect()
-                host.start(resumed, place)
+                host.start(_resumed(words), place)
         num_stops = wanted
         time.sleep(_BEAT_S)
     for host in hosts:
@@ -189,6 +205,21 @@ def _follow(
     if 2 in ends:
         return 2
     return max(ends) if ends <= {0, Interrupted.exit_code} else 1
+
+
+def _resumed(words: Sequence[str]) -> list[str]:
+    """Return the command with which a host comes back: it goes on from the newest checkpoint, as the others do."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, _, value = word.replace("_", "-").partition("=")
+        if name == "--resume-from" and not value:
+            next(rest, None)
+        elif name not in ("--resume-from", "--accept-changes"):
+            kept.append(word)
+    if kept[0] != "resume" and "--resume" not in kept:
+        kept.append("--resume")
+    return kept
 
 
 def join() -> None:

@@ -4,6 +4,7 @@ Nothing heavy is imported until a command runs.
 """
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -87,6 +88,8 @@ def main() -> None:
 
 def _run_with_pulse() -> int:
     """Run the command, which says on standard error what it does where it is silent for long."""
+    if "_YCORE_COMPLETE" in os.environ:  # a Tab
+        return run(sys.argv[1:])
     words = " ".join(["ycore", *sys.argv[1:2]])
     return run(sys.argv[1:], pulse=command_pulse(sys.stderr, words))
 

@@ -271,6 +271,34 @@ def test_what_is_no_sweep_is_one_line(text: str, named: str, tmp_path: Path) -> 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("grid: {lora.r: [4]}\nhalving: {steps: [40, 20]}", "must grow, with null as the last; they are [40, 20]"),
+        ("grid: {lora.r: [4]}\nhalving: {steps: [null, 20]}", "they are [null, 20]; write e.g. [20, 60, null]"),
+        ("grid: {lora.r: [4]}\nhalving: {steps: [2, null]}", "sft-chat has none; write a number"),
+        ("grid: {seed: [1, 2]}", "seed is not of the grid, it is [1, 2]; take --seeds N"),
+        ("grid: {output: [a]}", "take --output FOLDER"),
+        ("grid: {steps: [4, 8]}\nhalving: {steps: [2, 4]}", "take halving.steps"),
+        ("grid: {lora.r: [2026-01-01]}", "a date in quotes"),
+    ],
+)  # fmt: skip
+def test_a_grid_whose_runs_would_not_differ_is_one_line(
+    text: str, named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sweep.yaml").write_text(f"recipe: sft-chat\n{text}")
+    with pytest.raises(ConfigError) as caught:
+        read_sweep(str(tmp_path / "sweep.yaml"))
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_setting_keeps_its_name_and_its_place(tmp_path: Path) -> None:
+    """A value with a space at its end was told by another name, and left out of the next rung."""
+    write_run(tmp_path / "best " / "seed-0", [0.9])
+    result, _ = compare_settings(tmp_path, {"best ": []}, 1)
+    assert [row["setting"] for row in result["settings"]] == ["best "]
+
+
 def write_run(folder: Path, rewards: list[float]) -> None:
     """What a run leaves that is compared."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -49,6 +49,7 @@ def test_tab_completes_every_kind_of_word(home: Path) -> None:
         return set(in_bash(PRESS.format(script=script, words=words)).splitlines()) - {""}
 
     assert press_tab("ycore gr") == {"grpo"}
+    assert in_bash(f"{PRESS.format(script=script, words='ycore gr')} 2>&1") == "grpo\n"
     assert press_tab("ycore --vers") == {"--version"}
     assert press_tab("ycore grpo --learning") == {"--learning-rate"}
     assert press_tab("ycore grpo --gradient-acc") == {"--gradient-accumulation-steps"}

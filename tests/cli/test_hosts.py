@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ycore_cli import hosts
 from ycore_cli.hosts import Host, run_on_hosts
 
 from ycore import __version__
@@ -59,6 +60,19 @@ def test_a_failure_is_told_from_the_stop_that_it_causes() -> None:
     assert run_on_hosts(["stopped", "a"], ["--version"]) == 130
     assert run_on_hosts(["stopped", "failing"], ["--version"]) == 1
     assert run_on_hosts(["stopped", "a"], ["docs", "zzz"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "resumed"),
+    [
+        ("grpo --output resume", "grpo --output resume --resume"),
+        ("grpo --resume --steps 4", "grpo --resume --steps 4"),
+        ("resume runs/a --resume-from 40 --steps 9", "resume runs/a --steps 9"),
+        ("resume runs/a --resume_from=40 --accept-changes", "resume runs/a"),
+    ],
+)
+def test_a_host_that_comes_back_sets_no_step_aside(typed: str, resumed: str) -> None:
+    assert hosts._resumed(typed.split()) == resumed.split()
 
 
 def test_a_third_ctrl_c_leaves_a_host_that_does_not_end(

@@ -194,6 +194,14 @@ def test_the_output_has_a_default(
             "trl must be a mapping of TRL's fields; it is 3; e.g. trl: {learning_rate: 1.0e-5}",
         ),
         (
+            {"trl": {"learning_rate": 1e-5}, "learning_rate": 1e-4},
+            "learning_rate is 0.0001, and 1e-05 under trl; give one of them",
+        ),
+        (
+            {"env": ["none=a.py:Game"]},
+            "an environment of none=a.py:Game has the name none, which is to have no environment; take another",
+        ),
+        (
             {"trl": {"num_generations": 4}, "group_size": 8},
             "num_generations is TRL's name of group_size, and they differ: 4 and 8; give one",
         ),

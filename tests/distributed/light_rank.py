@@ -1,8 +1,8 @@
 """A training rank that learns nothing, and the launcher of such ranks in accelerate's place, so that they start at once.
 
 For tests of what machines tell each other, where the import of torch would be nearly all of a trial. Ranks share the run
-folder: a stop that one of them has heard of is a file in it, and so is the order to fail, or to hear of a stop after the
-last step.
+folder: a stop that one of them has heard of is a file in it, and so is the order to fail, to hear of a stop after the
+last step, or to tell of none since its network is cut.
 """
 
 import os
@@ -69,7 +69,7 @@ def main() -> int:
     metrics = MetricsWriter(home / "metrics.jsonl")
     for step in range(1, read_json(folder.config)["config"]["steps"] + 1):
         folder.step_began.touch()
-        if stop.is_set():
+        if stop.is_set() and not (home / f"cut-{rank.number}").exists():
             stopped.touch()
         if stopped.exists():
             report_end(folder, rank, 130)

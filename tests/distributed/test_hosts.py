@@ -255,6 +255,7 @@ def fail_on_host(terminal: Terminal) -> None:
 
 
 def cut_host(terminal: Terminal) -> None:
+    (terminal.folder.root / "cut-1").touch()
     terminal.hosts[1].cut()
 
 

@@ -120,7 +120,7 @@ def compare_settings(
             finals[run.partition("/")[2]].append(final)
         rows += [
             {
-                "setting": f"{name} {stage}".rstrip(),
+                "setting": f"{name} {stage}" if stage else name,
                 "steps": steps,
                 "mean": statistics.fmean(values),
                 "half_95": half_width(values),

@@ -1,6 +1,7 @@
 """Recipes: whole runs by name, in YAML. The shipped ones are the package `ycore_recipes`."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -174,12 +175,41 @@ def read_sweep(recipe: str) -> Sweep:
     if "grid" not in keys:
         return Sweep(recipe=recipe)
     try:
-        return Sweep.model_validate(keys)
+        sweep = Sweep.model_validate(keys)
     except ValidationError as problem:
         detail = problem.errors(include_url=False)[0]
         raise ConfigError(
             f"the sweep {recipe}: {must_be('.'.join(map(str, detail['loc'])), [detail])}; write e.g. recipe: quickstart, "
             "grid: {learning_rate: [1.0e-5, 1.0e-4]}, halving: {steps: [20, 40], factor: 2}"
+        ) from None
+    _check_sweep(recipe, sweep)
+    return sweep
+
+
+def _check_sweep(name: str, sweep: Sweep) -> None:
+    steps = sweep.halving.steps
+    numbers = [math.inf if number is None else number for number in steps]
+    if numbers != sorted(set(numbers)):
+        raise ConfigError(
+            f"the sweep {name}: halving.steps must grow, with null as the last; they are {json.dumps(steps)}; write e.g. "
+            "[20, 60, null]"
+        )
+    if len(steps) > 1 and steps[-1] is None and "steps" not in load_recipe(sweep.recipe):
+        raise ConfigError(
+            f"the sweep {name}: null in halving.steps is the recipe's steps, and {sweep.recipe} has none; write a number"
+        )
+    given = {"seed": "--seeds N", "output": "--output FOLDER"}
+    if len(steps) > 1:
+        given["steps"] = "halving.steps"
+    for key in given.keys() & sweep.grid.keys():
+        raise ConfigError(
+            f"the sweep {name}: {key} is not of the grid, it is {sweep.grid[key]}; take {given[key]}"
+        )
+    try:
+        json.dumps(sweep.grid)
+    except TypeError as problem:
+        raise ConfigError(
+            f"the sweep {name}: grid: {problem}; write numbers, words, or lists of them, and a date in quotes"
         ) from None
 
 

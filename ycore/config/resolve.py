@@ -272,7 +272,13 @@ def _normalised(layer: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, An
         )
     keys = aliases(entry)
     known = fields_of(entry.trl_config).keys() - entry.config.model_fields.keys()
-    fields = {**fields, **{name: layer.pop(name) for name in known.intersection(layer)}}
+    fields = dict(fields)
+    for name in known.intersection(layer):
+        if fields.get(name, layer[name]) != layer[name]:
+            raise ConfigError(
+                f"{name} is {layer[name]!r}, and {fields[name]!r} under trl; give one of them"
+            )
+        fields[name] = layer.pop(name)
     for name, key in keys.items():
         if name not in fields:
             continue

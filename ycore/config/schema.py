@@ -559,6 +559,10 @@ class RunConfig(ScoredConfig, RowSettings):
     def check(self) -> None:
         super().check()
         _check_split("--eval-split", self.eval_split, self.eval_dataset)
+        if NO_ENVIRONMENT in self.environments:
+            raise ConfigError(
+                f"an environment of {', '.join(self.env)} has the name none, which is to have no environment; take another"
+            )
         if len(self.environments) < len(self.env):
             raise ConfigError(
                 f"two environments of {', '.join(self.env)} have one name; give them names: --env NAME=file.py:Class"

@@ -82,7 +82,8 @@ def run_worker(
                 resume = True
                 progress = _open_progress(kind, config, site.folder, num_steps)
                 run = LocalRun(kind, config, site, progress, began)
-                return run.to_its_end(machines, folder_claim)
+                may_wait = num_lost < restarts
+                return run.to_its_end(machines, folder_claim, may_wait=may_wait)
         except MachineLost as error:
             num_lost += 1
             if num_lost > restarts:
@@ -116,8 +117,13 @@ class LocalRun:
     progress: RunProgress
     began: float
 
-    def to_its_end(self, machines: Machines, folder_claim: Claim) -> dict[str, Any]:
-        """Return the summary of a run that finishes; sum up every other end, and raise its error."""
+    def to_its_end(
+        self, machines: Machines, folder_claim: Claim, *, may_wait: bool
+    ) -> dict[str, Any]:
+        """Return the summary of a run that finishes; sum up every other end, and raise its error.
+
+        `may_wait`: a lost machine is waited for, and no failure yet.
+        """
         # Ctrl-C makes no other end of one that has come, while it is summed up.
         with StopRequests() as stops:
             try:
@@ -126,7 +132,10 @@ class LocalRun:
                 summary = self.sum_up("finished")
                 return summary | {"stop_asked": True} if stops.count else summary
             except (YcoreError, KeyboardInterrupt) as error:
-                self.end(error)
+                is_lost = isinstance(error, MachineLost)
+                self.end(error, alerts=not (is_lost and may_wait))
+                if is_lost and stops.count:
+                    raise Interrupted(str(error)) from None
                 raise
             except Exception as error:  # noqa: BLE001 -- a defect ends in one line too
                 known = self.known_error(error)
@@ -199,7 +208,7 @@ class LocalRun:
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         return RunError(f"the launcher failed, which it never should: {message} (see {log})")
 
-    def end(self, error: BaseException) -> None:
+    def end(self, error: BaseException, *, alerts: bool = True) -> None:
         """Sum up a run that did not finish, as well as its folder still lets it; nothing here hides the `error`."""
         was_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
         status: Status = "interrupted" if was_stopped else "failed"
@@ -213,7 +222,7 @@ class LocalRun:
                 write_json_atomic(summary, content)
             except OSError as problem:
                 self.progress.say(f"{summary} could not be written: {problem.strerror}")
-        if not was_stopped:
+        if alerts and not was_stopped:
             self.alert()
 
     def sum_up(self, status: Status, *, error: BaseException | None = None) -> dict[str, Any]:

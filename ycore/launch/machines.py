@@ -156,7 +156,8 @@ class Machines:
         ):  # a stranger's, where it has not said who it is
             pass
         if machine not in self._said["place"]:  # an earlier run's store, at the same port
-            self._links.pop(0, None)
+            with self._lock:
+                self._links.pop(0, None)
             return
         is_done = self._closed.is_set() or machine in self._said.get("done", ())
         if not is_done:
@@ -249,7 +250,8 @@ class Machines:
         except OSError as error:
             self._problem = f" ({error.strerror or error})"
             return
-        self._links[0] = link
+        with self._lock:
+            self._links[0] = link
         place |= {"address": link.getsockname()[0], "first": link.getpeername()[0]}
         self.tell("place", place)
         threading.Thread(target=self._listen, args=(link, 0), daemon=True).start()

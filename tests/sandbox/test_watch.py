@@ -138,7 +138,7 @@ aside.mkdir(0o500)
 remove_tree(scratch)
 print(scratch.exists(), oct(aside.stat().st_mode & 0o777))
 """
-    for parent in [*tmp_path.parents][:2]:
+    for parent in [*tmp_path.parents][:3]:
         parent.chmod(parent.stat().st_mode | 0o011)
     done = subprocess.run(
         [sys.executable, "-c", work], capture_output=True, text=True, timeout=60

@@ -45,12 +45,9 @@ class Host:
 
     name: str
     is_first: bool
-    said: set[bytes]
-    """Lines that any host has said."""
-    waits: list[bytes]
-    """Those of them in which a host says that it waits for one that is lost."""
-    num_waits = 0
-    """How many there were when this host was reached the last time."""
+    said: set[bytes]  # lines of any host
+    waits: list[bytes]  # those in which a host says that it waits for a lost one
+    num_waits = 0  # of them when this host was reached the last time
 
     def connect(self) -> None:
         """Let the host wait for its command."""

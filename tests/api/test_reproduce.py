@@ -276,7 +276,7 @@ def test_what_is_no_sweep_is_one_line(text: str, named: str, tmp_path: Path) -> 
     [
         ("grid: {lora.r: [4]}\nhalving: {steps: [40, 20]}", "must grow, with null as the last; they are [40, 20]"),
         ("grid: {lora.r: [4]}\nhalving: {steps: [null, 20]}", "they are [null, 20]; write e.g. [20, 60, null]"),
-        ("grid: {lora.r: [4]}\nhalving: {steps: [2, null]}", "sft-chat has none; write a number"),
+        ("grid: {lora.r: [4]}\nhalving: {steps: [2, null]}", "iterative-dpo has none; write a number"),
         ("grid: {seed: [1, 2]}", "seed is not of the grid, it is [1, 2]; take --seeds N"),
         ("grid: {output: [a]}", "take --output FOLDER"),
         ("grid: {steps: [4, 8]}\nhalving: {steps: [2, 4]}", "take halving.steps"),
@@ -286,7 +286,7 @@ def test_what_is_no_sweep_is_one_line(text: str, named: str, tmp_path: Path) -> 
 def test_a_grid_whose_runs_would_not_differ_is_one_line(
     text: str, named: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "sweep.yaml").write_text(f"recipe: sft-chat\n{text}")
+    (tmp_path / "sweep.yaml").write_text(f"recipe: iterative-dpo\n{text}")
     with pytest.raises(ConfigError) as caught:
         read_sweep(str(tmp_path / "sweep.yaml"))
     assert named in str(caught.value) and "\n" not in str(caught.value)

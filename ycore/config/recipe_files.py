@@ -198,12 +198,12 @@ def _check_sweep(name: str, sweep: Sweep) -> None:
         raise ConfigError(
             f"the sweep {name}: null in halving.steps is the recipe's steps, and {sweep.recipe} has none; write a number"
         )
-    given = {"seed": "--seeds N", "output": "--output FOLDER"}
+    instead = {"seed": "--seeds N", "output": "--output FOLDER"}
     if len(steps) > 1:
-        given["steps"] = "halving.steps"
-    for key in given.keys() & sweep.grid.keys():
+        instead["steps"] = "halving.steps"
+    for key in instead.keys() & sweep.grid.keys():
         raise ConfigError(
-            f"the sweep {name}: {key} is not of the grid, it is {sweep.grid[key]}; take {given[key]}"
+            f"the sweep {name}: {key} is not of the grid, it is {sweep.grid[key]}; take {instead[key]}"
         )
     try:
         json.dumps(sweep.grid)

@@ -274,7 +274,7 @@ def _normalised(layer: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, An
     known = fields_of(entry.trl_config).keys() - entry.config.model_fields.keys()
     fields = dict(fields)
     for name in known.intersection(layer):
-        if fields.get(name, layer[name]) != layer[name]:
+        if name not in keys and fields.get(name, layer[name]) != layer[name]:
             raise ConfigError(
                 f"{name} is {layer[name]!r}, and {fields[name]!r} under trl; give one of them"
             )

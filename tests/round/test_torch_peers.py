@@ -165,6 +165,7 @@ def test_a_rank_that_does_not_come_to_a_collective_is_an_error_in_time(tmp_path:
     waited, _ = run(tmp_path, "absent")["absent"]
     assert "rank 0: adding up did not end" in waited["message"]
     assert "within 1 s (collective_timeout_s)" in waited["message"]
+    assert "the first rank is gone" not in waited["message"], "it is this one"
 
 
 def test_unfinished_groups_go_on_with_the_rank_that_began_them(tmp_path: Path) -> None:

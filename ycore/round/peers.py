@@ -13,6 +13,9 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
 from ycore.errors import Interrupted, PeerError, YcoreError
 from ycore.run.tasks import ending
 from ycore.types import Group, from_bytes, to_bytes
@@ -67,7 +70,7 @@ def _pause_s(began: float) -> float:
 class Tally:
     """One round's counts over all ranks. `need`: groups that all ranks need together."""
 
-    def __init__(self, store: Any, key: str, *, need: int) -> None:
+    def __init__(self, store: dist.Store, key: str, *, need: int) -> None:
         self.need = need
         self._store = store
         self._key = key
@@ -94,13 +97,11 @@ class Peers:
     """
 
     def __init__(self, *, timeout_s: float = 300.0) -> None:
-        import torch.distributed as dist  # here: the simulator needs none of it
-
         self.rank, self.world = 0, 1
         store: dist.Store = dist.HashStore()
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            store = dist.distributed_c10d._get_default_store()
+            store = _get_default_store()
         self._timeout_s = timeout_s
         self.bytes_sent = 0
         self._store = dist.PrefixStore("ycore/", store)
@@ -197,7 +198,7 @@ class Peers:
                 self._store.delete_key(f"{old}/{self.rank}")
                 if self.rank == 0:
                     self._store.delete_key(old)
-        except RuntimeError as error:  # DistError
+        except dist.DistError as error:
             reason = str(error).partition("\n")[0][:200]
             raise PeerError(
                 f"rank {self.rank}: {doing} did not end: the first rank is gone: {reason}"

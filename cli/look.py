@@ -16,7 +16,7 @@ from ycore.errors import ConfigError, RunFolderError
 from ycore.run.paths import RunFolder
 
 if TYPE_CHECKING:
-    from ycore.config.recipe_files import RecipeEntry
+    from ycore.config.recipe_files import RecipeEntry, Sweep
 
 ReportedRuns = Annotated[
     list[Path] | None,
@@ -139,9 +139,8 @@ def recipes(
     if recipe is None:
         _list_recipes(json=json)
         return 0
-    from ycore.api.reproduce import compare_seeds, compare_settings, stored_band
+    from ycore.api.reproduce import compare_seeds, stored_band
     from ycore.config.recipe_files import read_sweep
-    from ycore.errors import Interrupted
     from ycore.run.files import read_json
     from ycore.run.paths import tracker_group
 
@@ -149,42 +148,63 @@ def recipes(
     known = stored_band(name) if band is None else read_json(band)
     root = output or Path("runs") / f"reproduce-{name}"
     sweep = read_sweep(recipe)
-    settings = going_on = sweep.settings(o.KEYS)
-    ended: list[Any] = []
     with stdout_for_json(json), tracker_group(root.resolve().name):
-        for steps in sweep.halving.steps:
-            for (place, chosen), seed in product(going_on.items(), range(seeds)):
-                folder = root / place / f"seed-{seed}"
-                sets = [*(set_ or ()), *chosen]
-                try:
-                    _run_seed(
-                        sweep.recipe, seed, folder, sets=sets, steps=steps, dry_run=dry_run
-                    )
-                except Interrupted:
-                    raise Interrupted(
-                        f"stopped with seed {seed}; the same command goes on"
-                    ) from None
-            if dry_run or sweep.recipe == recipe:
-                break
-            result, lines = compare_settings(root, going_on, seeds, steps=steps, ended=ended)
-            num_kept = math.ceil(len(going_on) / sweep.halving.factor)
-            ended = result["settings"][num_kept:]
-            kept = [row["setting"] for row in result["settings"][:num_kept]]
-            going_on = {name: settings[name] for name in settings if name in kept}
+        compared = _run_rungs(sweep, root, seeds, set_ or (), dry_run=dry_run)
     if dry_run:
         if json:
             print_json({"recipe": recipe, "output": str(root), "seeds": list(range(seeds))})
         else:
-            print(f"{len(settings) * seeds} runs of {sweep.recipe} in {root}.")
+            print(f"{len(sweep.settings(o.KEYS)) * seeds} runs of {sweep.recipe} in {root}.")
             print("Nothing was started; leave out --dry-run to run them.")
         return 0
-    if sweep.recipe == recipe:
-        result, lines = compare_seeds(root, seeds, known, sets=set_ or ())
+    result, lines = compared or compare_seeds(root, seeds, known, sets=set_ or ())
     if json:
         print_json(result)
     else:
         print_table(lines)
     return int(any(not verdict["is_inside"] for verdict in result.get("verdicts", ())))
+
+
+def _run_rungs(
+    sweep: "Sweep",
+    root: Path,
+    seeds: int,
+    sets: Sequence[str],
+    *,
+    dry_run: bool,
+) -> tuple[dict[str, Any], list[tuple[str, str]]] | None:
+    """Run every combination with every seed, rung by rung; return the last comparison, None of a recipe alone."""
+    from ycore.api.reproduce import compare_settings
+    from ycore.errors import Interrupted
+
+    settings = going_on = sweep.settings(o.KEYS)
+    ended: list[Any] = []
+    compared = None
+    for steps in sweep.halving.steps:
+        for (place, chosen), seed in product(going_on.items(), range(seeds)):
+            folder = root / place / f"seed-{seed}"
+            try:
+                _run_seed(
+                    sweep.recipe,
+                    seed,
+                    folder,
+                    sets=[*sets, *chosen],
+                    steps=steps,
+                    dry_run=dry_run,
+                )
+            except Interrupted:
+                raise Interrupted(
+                    f"stopped with seed {seed}; the same command goes on"
+                ) from None
+        if dry_run or not sweep.grid:
+            return None
+        compared = compare_settings(root, going_on, seeds, steps=steps, ended=ended)
+        rows = compared[0]["settings"]
+        num_kept = math.ceil(len(going_on) / sweep.halving.factor)
+        ended = rows[num_kept:]
+        kept = [row["setting"] for row in rows[:num_kept]]
+        going_on = {name: settings[name] for name in settings if name in kept}
+    return compared
 
 
 def _list_recipes(*, json: bool) -> None:

@@ -24,7 +24,7 @@ from typing import IO, TextIO
 from ycore import __version__
 from ycore.errors import ConfigError, Interrupted
 from ycore.foreign import foreign_json
-from ycore.launch.layout import MEETING_SECRET
+from ycore.launch.layout import MEETING_SECRET, WAITS
 from ycore.run.interrupt import StopRequests
 
 _SSH = "ssh -T -oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=2 -oServerAliveCountMax=2 --"
@@ -35,7 +35,6 @@ _BEAT_S = 0.5
 _SILENT_S = 4.5  # before the other machines know that this one is silent, and wait for it
 _TRY_AGAIN_S = 2.0
 _KNOWN_S = 20.0  # from the loss of a host until others say that they wait for it, or have ended
-_WAITS = b"waits for all others"
 _NO_CONNECTION = 255  # ssh's own exit status
 
 
@@ -96,7 +95,7 @@ class Host:
         prefix = "" if self.is_first else f"{self.name}: "
         for line in source or ():
             is_new = target is sys.stderr and line not in self.said
-            if _WAITS in line and line not in self.said:
+            if WAITS.encode() in line and line not in self.said:
                 self.waits.append(line)
             if line.startswith(_GREETING):
                 self.num_waits = len(self.waits)

@@ -19,10 +19,17 @@ import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine import commands
-from ycore.errors import EngineError, Interrupted, RunError, TrainerError, UserError
+from ycore.errors import (
+    EngineError,
+    Interrupted,
+    MachineLost,
+    RunError,
+    TrainerError,
+    UserError,
+)
 from ycore.launch import launcher, layout, supervise
 from ycore.launch.engine_watch import EngineWatch
-from ycore.launch.launcher import LocalRun, RunKind, run_worker
+from ycore.launch.launcher import TRAINER, LocalRun, RunKind, run_worker
 from ycore.launch.layout import Machine
 from ycore.launch.processes import worker_environment
 from ycore.run.files import read_json
@@ -299,7 +306,7 @@ import json, sys
 from ycore.config.schema import RunConfig
 from ycore.errors import YcoreError
 from ycore.launch.engine_watch import EngineWatch
-from ycore.launch.launcher import LocalRun, RunKind, run_worker
+from ycore.launch.launcher import TRAINER, LocalRun, RunKind, run_worker
 from ycore.launch.layout import Machine
 config = RunConfig(**json.loads(sys.argv[1]))
 try:
@@ -489,3 +496,43 @@ def test_a_killed_launcher_leaves_nothing(
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert_nothing_is_left(config)
+
+
+@pytest.mark.parametrize(("restarts", "num_alerts"), [(0, 1), (1, 0)])
+def test_a_lost_machine_that_is_waited_for_is_no_failure_yet(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, restarts: int, num_alerts: int
+) -> None:
+    ends = [MachineLost("machine 1 (b): silent for 5 s"), None]
+
+    def work(*_: Any) -> None:
+        if error := ends.pop(0):
+            raise error
+
+    alerts: list[LocalRun] = []
+    monkeypatch.setattr(LocalRun, "work", work)
+    monkeypatch.setattr(LocalRun, "alert", lambda run: alerts.append(run))
+    config = config.model_copy(update={"restarts": restarts})
+    if restarts:
+        assert run_worker(TRAINER, config)["status"] == "finished"
+    else:
+        with pytest.raises(MachineLost, match="silent"):
+            run_worker(TRAINER, config)
+    assert len(alerts) == num_alerts
+
+
+def test_ctrl_c_while_a_loss_is_summed_up_ends_the_run(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It only counted, and the command waited five minutes for the machine."""
+
+    def lose(*_: Any) -> None:
+        raise MachineLost("machine 1 (b): silent for 5 s")
+
+    def interrupt(*_: Any, **__: Any) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return {}
+
+    monkeypatch.setattr(LocalRun, "work", lose)
+    monkeypatch.setattr(LocalRun, "sum_up", interrupt)
+    with pytest.raises(Interrupted, match="silent"):
+        run_worker(TRAINER, config.model_copy(update={"restarts": 3}))

@@ -19,7 +19,7 @@ from ycore.errors import Interrupted, MachineLost, RunError, YcoreError
 from ycore.launch.engine_watch import EngineWatch, start_engines
 from ycore.launch.engines import fetch_for_run, plan_engines
 from ycore.launch.guardian import guarded
-from ycore.launch.layout import Site, on_machine, site_of
+from ycore.launch.layout import WAITS, Site, on_machine, site_of
 from ycore.launch.machine_checks import check_run
 from ycore.launch.machines import Machines, meeting
 from ycore.launch.supervise import RunKind, Supervisor, TrainerLimits
@@ -88,7 +88,7 @@ def run_worker(
             num_lost += 1
             if num_lost > restarts:
                 raise
-            _say(f"{error}; this machine waits for all others ({num_lost} of {restarts})")
+            _say(f"{error}; this machine {WAITS} ({num_lost} of {restarts})")
 
 
 def _open_progress(

@@ -449,6 +449,8 @@ _PLACES = (
 
 
 MEETING_SECRET = "YCORE_MEETING_SECRET"
+WAITS = "waits for all others"
+"""What a machine prints that has lost another, and by which `--hosts` knows that it is to start that one again."""
 """The variable of what the machines of a run know, and a stranger at their port does not."""
 
 

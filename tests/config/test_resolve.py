@@ -195,7 +195,11 @@ def test_the_output_has_a_default(
         ),
         (
             {"trl": {"learning_rate": 1e-5}, "learning_rate": 1e-4},
-            "learning_rate is 0.0001, and 1e-05 under trl; give one of them",
+            "learning_rate is also under trl, and they differ: 0.0001 and 1e-05; give one",
+        ),
+        (
+            {"max_steps": 4, "trl": {"max_steps": 5}},
+            "max_steps is TRL's name of steps, and they differ: 4 and 5; give one",
         ),
         (
             {"env": ["none=a.py:Game"]},

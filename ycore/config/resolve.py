@@ -274,9 +274,10 @@ def _normalised(layer: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, An
     known = fields_of(entry.trl_config).keys() - entry.config.model_fields.keys()
     fields = dict(fields)
     for name in known.intersection(layer):
-        if name not in keys and fields.get(name, layer[name]) != layer[name]:
+        if fields.get(name, layer[name]) != layer[name]:
+            rule = f"TRL's name of {keys[name]}" if name in keys else "also under trl"
             raise ConfigError(
-                f"{name} is {layer[name]!r}, and {fields[name]!r} under trl; give one of them"
+                f"{name} is {rule}, and they differ: {layer[name]!r} and {fields[name]!r}; give one"
             )
         fields[name] = layer.pop(name)
     for name, key in keys.items():

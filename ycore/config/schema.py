@@ -505,8 +505,10 @@ class RunConfig(ScoredConfig, RowSettings):
         """The environments by name: the NAME of `NAME=file.py:Class`, or else the class."""
         by_name = {}
         for declared in self.env:
-            name, reference = re.findall(r"^(?:([\w-]+)=(?=.))?(.*)", declared)[0]
-            by_name[name or reference.partition("?")[0].rpartition(":")[2]] = reference
+            named = re.fullmatch(r"([\w-]+)=(.+)", declared)
+            reference = named[2] if named else declared
+            name = named[1] if named else reference.partition("?")[0].rpartition(":")[2]
+            by_name[name] = reference
         return by_name
 
     @property

@@ -35,7 +35,7 @@ def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
         seed: For generated datasets.
     """
     path = Path(os.path.expanduser(name))
-    hub_name, colon, rest = name.partition(":")
+    hub_name, colon, _ = name.partition(":")
     is_path = name.startswith((".", "~", "/")) or hub_name.count("/") > 1
     is_path |= file_suffix(path) is not None and not (colon and "/" in hub_name)
     if not name.strip():
@@ -51,13 +51,7 @@ def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
     elif is_path or os.path.exists(path):
         table = file_table(path)
     else:
-        if (
-            colon
-            and "/" not in hub_name
-            and (near := nearest(hub_name, ("task", "gym"), limit=1))
-        ):
-            near = near.removesuffix("'?")
-            raise DataError(f"no dataset {name!r}{near}:{rest}'?")
+        _refuse_mistyped_schemes(name)
         table = _hub_table(name, split=split, limit=limit)
     if not table.rows:
         raise DataError(f"the dataset {table.name} is empty; a run needs at least one row")
@@ -83,6 +77,13 @@ def _saved_table(path: Path, split: str) -> Table:
             )
         rows = rows[split]
     return Table(str(path), _undecoded(rows).with_format(None), tuple(rows.column_names))
+
+
+def _refuse_mistyped_schemes(name: str) -> None:
+    scheme, colon, rest = name.partition(":")
+    if colon and "/" not in scheme and (near := nearest(scheme, ("task", "gym"), limit=1)):
+        near = near.split("'")[1]
+        raise DataError(f"no dataset {name!r}; did you mean {f'{near}:{rest}'!r}?")
 
 
 def _hub_table(text: str, *, split: str, limit: int | None) -> Table:

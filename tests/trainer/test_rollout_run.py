@@ -116,6 +116,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def write_brief_model(folder: Path) -> Path:
+    """Write a random model that ends soon: it seldom writes its one end token, so that it has many."""
+    model = write_tiny_model(folder / "model")
+    ends = [2, *range(10, 50)]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return model
+
+
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_run_leaves_its_model_metrics_and_samples(
     tmp_path: Path, model: Path, lora: bool, ended: list["subprocess.Popen[str]"]
@@ -305,9 +313,7 @@ def test_a_run_draws_two_datasets_by_share_and_tells_their_rewards_apart(
 def test_datasets_of_a_run_are_played_in_the_environment_that_each_names(
     tmp_path: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:
-    model = write_tiny_model(tmp_path / "model")
-    ends = [2, *range(10, 50)]
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    model = write_brief_model(tmp_path)
     (tmp_path / "echo.py").write_text(ECHO)
     (tmp_path / "less.jsonl").write_text('{"prompt": "Talk.", "environment": "a column"}\n')
     (tmp_path / "talk.jsonl").write_text('{"prompt": "Talk."}\n')
@@ -360,9 +366,7 @@ def test_datasets_of_a_run_are_played_in_the_environment_that_each_names(
 def test_a_policy_learns_in_two_environments_of_several_turns_without_a_dataset(
     tmp_path: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:
-    model = write_tiny_model(tmp_path / "model")
-    ends = [2, *range(10, 50)]  # a random policy seldom writes its one end token
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    model = write_brief_model(tmp_path)
     (tmp_path / "echo.py").write_text(ECHO)
     env = f"{tmp_path / 'echo.py'}:Echo"
     settings = {
@@ -448,9 +452,7 @@ except urllib.error.HTTPError:
 def test_a_policy_learns_with_an_agent_that_writes_its_own_prompts(
     tmp_path: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:
-    model = write_tiny_model(tmp_path / "model")
-    ends = [2, *range(10, 50)]
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    model = write_brief_model(tmp_path)
     (tmp_path / "talker.py").write_text(TALKER)
     agent = f"python {tmp_path / 'talker.py'}"
     settings = {

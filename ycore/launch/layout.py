@@ -450,7 +450,7 @@ _PLACES = (
 
 MEETING_SECRET = "YCORE_MEETING_SECRET"
 WAITS = "waits for all others"
-"""What a machine prints that has lost another, and by which `--hosts` knows that it is to start that one again."""
+"""A machine prints these words when it has lost another; `--hosts` then starts that one again."""
 """The variable of what the machines of a run know, and a stranger at their port does not."""
 
 

@@ -25,12 +25,6 @@ ReportedRuns = Annotated[
 Page = Annotated[
     Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")
 ]
-Live = Annotated[
-    bool, typer.Option("--live", help="Follow one run in the terminal; Ctrl-C only leaves it.")
-]
-Once = Annotated[
-    bool, typer.Option("--once", help="Show one run in the terminal as it is now, and return.")
-]
 Fit = Annotated[
     Literal["steps", "seconds"] | None,
     typer.Option(
@@ -40,9 +34,6 @@ Fit = Annotated[
 Recipe = Annotated[
     str | None,
     typer.Argument(metavar="RECIPE", help="Run this one, a shipped recipe or a YAML file."),
-]
-Seeds = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Runs, with the seeds 0, 1, ...; e.g. 3.")
 ]
 Band = Annotated[
     Path | None,
@@ -57,8 +48,8 @@ SeedRuns = Annotated[
 def report(
     runs: ReportedRuns = None,
     output: Page = None,
-    live: Live = False,
-    once: Once = False,
+    live: o.Live = False,
+    once: o.Once = False,
     fit: Fit = None,
     json: o.Json = False,
 ) -> None:
@@ -118,7 +109,7 @@ def _follow(runs: Sequence[Path], *, once: bool) -> None:
 
 def recipes(
     recipe: Recipe = None,
-    seeds: Seeds = 3,
+    seeds: o.Seeds = 3,
     output: SeedRuns = None,
     band: Band = None,
     set_: o.Set = None,

@@ -271,6 +271,20 @@ Steps = whole_number("Optimizer steps in all, for a run that is to be longer; e.
 Processes = OPTIONS["processes"]
 Hosts = OPTIONS["hosts"]
 
+Best = flag("The model that --keep-best kept, not the last one.", "--best")
+MaxTokens = whole_number("Longest answer, in tokens; e.g. 256.", least=1)
+Seed = whole_number("Fixes the answers; e.g. 0.", least=0)
+Ask = texts("Say this and end; may be repeated; e.g. 'Hello.'", "--prompt", metavar="TEXT")
+SystemPrompt = text(
+    "In place of the run's own; '' for none; e.g. 'Be brief.'", "--system-prompt"
+)
+Form = text("merged, a whole model's folder, or gguf, one file [merged].", "--format")
+PushTo = text("Push to this model repository; e.g. me/sums.", "--push", metavar="REPO")
+Private = flag("Make the repository private, if it is made.", "--private")
+Live = flag("Follow one run in the terminal; Ctrl-C only leaves it.", "--live")
+Once = flag("Show one run in the terminal as it is now, and return.", "--once")
+Seeds = whole_number("Runs, with the seeds 0, 1, ...; e.g. 3.", least=1)
+
 KEYS: Mapping[str, str] = {
     "reward": "rewards", "eval_reward": "eval_rewards", "actions": "turns.actions", "engine": "engine.kind",
     "sandbox": "sandbox.level", "dynamic_sampling": "sampling.dynamic", "curriculum": "sampling.curriculum",

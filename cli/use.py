@@ -21,25 +21,8 @@ Name = Annotated[
         metavar="RUN|MODEL", help="A run's folder, the newest if not given, or a model."
     ),
 ]
-Best = Annotated[
-    bool, typer.Option("--best", help="The model that --keep-best kept, not the last one.")
-]
-MaxTokens = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Longest answer, in tokens; e.g. 256.")
-]
 Temperature = Annotated[
     float, typer.Option(metavar="X", min=0, help="0 takes the likeliest token; e.g. 0.7.")
-]
-Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Fixes the answers; e.g. 0.")]
-Ask = Annotated[
-    list[str] | None,
-    typer.Option("--prompt", help="Say this and end; may be repeated; e.g. 'Hello.'"),
-]
-SystemPrompt = Annotated[
-    str | None,
-    typer.Option(
-        "--system-prompt", help="In place of the run's own; '' for none; e.g. 'Be brief.'"
-    ),
 ]
 Host = Annotated[
     str, typer.Option(help="Address to listen on; the default is this machine only.")
@@ -47,32 +30,19 @@ Host = Annotated[
 Port = Annotated[
     int, typer.Option(metavar="N", min=1, max=65535, help="Port to listen on; e.g. 8000.")
 ]
-Form = Annotated[
-    str | None,
-    typer.Option(
-        "--format", help="merged, a whole model's folder, or gguf, one file [merged]."
-    ),
-]
 Target = Annotated[
     Path | None, typer.Option("--output", help="What to write; a new name in the run's folder.")
-]
-PushTo = Annotated[
-    str | None,
-    typer.Option("--push", metavar="REPO", help="Push to this model repository; e.g. me/sums."),
-]
-Private = Annotated[
-    bool, typer.Option("--private", help="Make the repository private, if it is made.")
 ]
 
 
 def chat(
     model: Name = None,
-    prompt: Ask = None,
-    max_tokens: MaxTokens = 256,
+    prompt: o.Ask = None,
+    max_tokens: o.MaxTokens = 256,
     temperature: Temperature = 0.7,
-    seed: Seed = 0,
-    system_prompt: SystemPrompt = None,
-    best: Best = False,
+    seed: o.Seed = 0,
+    system_prompt: o.SystemPrompt = None,
+    best: o.Best = False,
 ) -> None:
     """Talk to a run's model. Ctrl-D ends.
 
@@ -141,7 +111,7 @@ def serve(
     model: Name = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
-    best: Best = False,
+    best: o.Best = False,
     dry_run: o.DryRun = False,
 ) -> int:
     """Serve a run's model with OpenAI's interface, by vLLM.
@@ -177,11 +147,11 @@ def serve(
 
 def export(
     model: Name = None,
-    form: Form = None,
+    form: o.Form = None,
     output: Target = None,
-    best: Best = False,
-    push: PushTo = None,
-    private: Private = False,
+    best: o.Best = False,
+    push: o.PushTo = None,
+    private: o.Private = False,
     dry_run: o.DryRun = False,
 ) -> None:
     """Write a run's model for others, or push it to the hub.

@@ -23,16 +23,7 @@ from ycore.foreign import (
 from ycore.rollout.agents import CallRejected, read_request
 from ycore.rollout.tool_pool import Answer, Episode, ToolPool
 from ycore.sandbox.confined_worker import CallFailed, reply_in
-from ycore.types import (
-    Completion,
-    Draw,
-    Group,
-    Prompt,
-    Score,
-    Turn,
-    from_bytes,
-    to_bytes,
-)
+from ycore.types import Prompt
 
 HONEST = ["", "a", "ä", "\0", "\ufeffa", "\uffff", "😀", "a\u2028b", "\x1b[2J", "e\u0301"]
 
@@ -148,18 +139,6 @@ def test_odd_tools_are_refused(function: Any) -> None:
         read_tool({"function": function})
     with pytest.raises(CallRejected, match="not as OpenAI has them"):
         read_request({"messages": [{"role": "user"}], "tools": [{"function": function}]})
-
-
-def test_what_an_earlier_version_wrote_to_the_journal_is_read_whole() -> None:
-    deep: Any = "\ud800"
-    for _ in range(60):
-        deep = [deep]
-    turn = Turn(False, 1, ({"role": "tool", "name": "f", "content": "a\ud800", "deep": deep},))
-    completion = Completion((1,), None, "", "stop", 0, turns=(turn,))
-    group = Group(Draw(0, Prompt(0, "x"), (1,)), (completion,), ((Score(1.0),),), None)
-    (message,) = from_bytes(to_bytes(group)).completions[0].turns[0].messages
-    assert message["content"] == "a\ufffd"
-    json.dumps(message, ensure_ascii=False).encode()
 
 
 def test_what_a_run_says_to_its_policy_is_whole() -> None:

@@ -8,9 +8,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
-from ycore.foreign import MAX_DEPTH, foreign_value
+T = TypeVar("T")
 
 Message = Mapping[str, Any]
 """One chat turn: `{"role": ..., "content": ...}`, and what else its row says: `tool_calls`, `reasoning_content`, ...
@@ -355,7 +356,7 @@ class Finished:
 # -- as JSON, in the journal, in checkpoints and between ranks; nothing is pickled --------------------------------------
 
 
-def to_bytes(value: Group | Draw | Completion) -> bytes:
+def to_bytes(value: Group | Finished | Draw | Completion) -> bytes:
     """Encode as UTF-8 JSON. A column's value without a JSON type, a date for example, becomes its text."""
     return json.dumps(value, ensure_ascii=False, default=_plain).encode(errors="surrogatepass")
 
@@ -368,62 +369,23 @@ def _plain(value: Any) -> Any:
 
 
 def from_bytes(data: bytes) -> Group:
-    return group_from_json(json.loads(data))
+    return from_json(Group, json.loads(data))
 
 
-def to_json(value: Group | Draw | Completion) -> dict[str, Any]:
+def to_json(value: Group | Finished | Draw | Completion) -> dict[str, Any]:
     """Return plain JSON values, for a file that holds more than one group."""
     plain: dict[str, Any] = json.loads(to_bytes(value))
     return plain
 
 
-def group_from_json(value: Mapping[str, Any]) -> Group:
-    greedy = value["greedy_scores_R"]
-    return Group(
-        draw=draw_from_json(value["draw"]),
-        completions=tuple(map(completion_from_json, value["completions"])),
-        scores_GR=tuple(tuple(map(_score, row)) for row in value["scores_GR"]),
-        greedy_scores_R=None if greedy is None else tuple(map(_score, greedy)),
-    )
+def from_json(kind: type[T], value: Mapping[str, Any]) -> T:
+    """Return the value of this kind that `to_json` gave."""
+    parsed: T = _adapter(kind).validate_python(value)  # type: ignore[arg-type]
+    return parsed
 
 
-def draw_from_json(value: Mapping[str, Any]) -> Draw:
-    prompt = value["prompt"]
-    images = tuple(Image(*image) for image in prompt["images"])
-    token_ids = tuple(value["token_ids"])
-    prompt = {**prompt, "images": images, "tools": tuple(prompt["tools"])}
-    return Draw(value["position"], Prompt(**prompt), token_ids)
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter  # which confined processes do not have
 
-
-def _score(value: Mapping[str, Any]) -> Score:
-    return Score(**{**value, "logprobs": _optional_tuple(value["logprobs"])})
-
-
-def _optional_tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)
-
-
-def finished_to_json(item: Finished) -> dict[str, Any]:
-    return {"group": to_json(item.group), "teaches": item.teaches}
-
-
-def finished_from_json(value: Mapping[str, Any]) -> Finished:
-    return Finished(group_from_json(value["group"]), value["teaches"])
-
-
-def _turn(value: Mapping[str, Any]) -> Turn:
-    messages = foreign_value(value["messages"], max_depth=2 * MAX_DEPTH)
-    return Turn(**{**value, "messages": tuple(messages)})
-
-
-def completion_from_json(value: Mapping[str, Any]) -> Completion:
-    earned = value["earned"]
-    nested = {
-        "token_ids": tuple(value["token_ids"]),
-        "logprobs": _optional_tuple(value["logprobs"]),
-        "turns": tuple(map(_turn, value["turns"])),
-        "earned": None if earned is None else _score(earned),
-        "prompt_ids": _optional_tuple(value["prompt_ids"]),
-        "segments": tuple(map(tuple, value["segments"])),
-    }
-    return Completion(**{**value, **nested})
+    return TypeAdapter(kind)

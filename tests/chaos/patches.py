@@ -207,7 +207,7 @@ MUTATIONS: tuple[Patch, ...] = (
     ),
     Patch(
         "surplus not restored",
-        (Edit(_SAMPLING, "= [finished_from_json(item) for item in state]", "= []"),),
+        (Edit(_SAMPLING, "= [from_json(Finished, item) for item in state]", "= []"),),
     ),
     Patch(
         "seeds by order, not by position",

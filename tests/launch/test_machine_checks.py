@@ -142,7 +142,6 @@ def check(
         (H100, {"model": EIGHT, "sampling": {"max_staleness": 4}, "engine": {"devices": 6}}),
         (H100, {"judge": EIGHT, "placement": "split:4:2", "engine": {"devices": 6}}),
         (CORES, {"lora": None, "engine": {"sync": "ipc"}}),
-        (SMALL_SHM, {"sync_every": 0}),
         (SMALL_SHM, {"algorithm": "eval"}),
         (SMALL_SHM, {"engine": {"kind": "transformers"}}),
         (SMALL_SHM, {"model": "unknown/model"}),

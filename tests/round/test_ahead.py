@@ -79,7 +79,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
         engine: Engine | None = None,
         steps: int = STEPS,
         dynamic: bool = False,
-        sync_every: int = 1,
         reuse: float = 0.0,
     ) -> Controller:
         parts = {
@@ -101,7 +100,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
             ),
             "peers": Peers(),
             "share_weights": lambda version: tmp_path,
-            "sync_every": sync_every,
             "journal": Journal(tmp_path / folder, rank=0),
         }
         one = (
@@ -136,14 +134,9 @@ def test_a_round_is_written_by_the_version_before_its_step_and_the_first_by_its_
     assert written == [0, 0, 1, 2, 3]
 
 
-def test_as_a_control_engines_keep_their_weights_for_several_steps(make: Make) -> None:
-    rounds = take(make(ahead=False, sync_every=3), range(STEPS))
-    assert [versions(groups) for groups in rounds] == [{0}, {0}, {0}, {3}, {3}]
-
-
 def test_what_is_measured_is_measured_with_the_weights_of_its_step(make: Make) -> None:
     engine = Engine()
-    one = make(ahead=False, sync_every=3, engine=engine)
+    one = make(ahead=False, engine=engine)
     take(one, [0, 1])
     one.sync(2)  # as an evaluation does
     assert engine.version == 2

@@ -14,10 +14,10 @@ from ycore.types import (
     Image,
     Prompt,
     Score,
-    finished_from_json,
-    finished_to_json,
     from_bytes,
+    from_json,
     to_bytes,
+    to_json,
 )
 
 LOGPROBS = st.floats(-1e6, 0.0, allow_nan=False)
@@ -61,9 +61,8 @@ GROUPS = st.builds(
 @given(GROUPS, st.booleans())
 def test_a_group_comes_back_as_it_went(group: Group, teaches: bool) -> None:
     assert from_bytes(to_bytes(group)) == group
-    assert finished_from_json(finished_to_json(Finished(group, teaches))) == Finished(
-        group, teaches
-    )
+    finished = Finished(group, teaches)
+    assert from_json(Finished, to_json(finished)) == finished
 
 
 def test_a_logprob_that_is_no_number_stays_none() -> None:

@@ -438,9 +438,6 @@ class RunConfig(ScoredConfig, RowSettings):
     )  # of the rewards that are marked as constraints
     # The folder of a run whose journal provides the rounds: nothing is generated, and no engine is started.
     replay: str | None = None
-    # Steps from one sync of the engines to the next. Above 1, and 0, which keeps them at their first weights, are
-    # controls: what training by older policies does, with a correction and without.
-    sync_every: Whole = 1
     # How long ranks wait for each other in one exchange of a round. Training's own collectives have the step's limit.
     collective_timeout_s: PositiveFloat = 300.0
     # How rollouts and scorers share the slots: `colocated`, `dynamic`, or `split:3:1` with slots for each role.

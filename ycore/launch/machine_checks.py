@@ -75,7 +75,7 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
     if on_cpu:
         _check_host(config, site.machine, len(slots), models, known)
     passes_files = sync in ("auto", "merged") or (sync == "ipc" and on_cpu)
-    if config.algorithm != "eval" and config.sync_every and passes_files:
+    if config.algorithm != "eval" and passes_files:
         _check_shared_memory(config, site.machine, known)
     return sharing
 

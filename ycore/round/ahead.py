@@ -176,7 +176,7 @@ class ControllerAhead(Controller):
 
     def _begin(self, version: int, *, until: int, num_groups: int) -> None:
         """Give engines this version, and begin the rounds up to that of the step `until`."""
-        if self.is_behind(version):
+        if self._synced != version:
             began = time.perf_counter()
             self.slots.begin_phase(SYNC)
             self.sync(version)

@@ -71,7 +71,6 @@ class Assembly:
             rules=rules or self._rules_of_rank(engines),
             peers=peers,
             share_weights=share_weights,
-            sync_every=max(1, config.sync_every),
             slots=slots,
             with_thinking=self.with_thinking,
             writer=build_writer(

@@ -19,8 +19,7 @@ from ycore.types import (
     Draw,
     Finished,
     Group,
-    completion_from_json,
-    draw_from_json,
+    from_json,
     to_json,
 )
 
@@ -86,7 +85,12 @@ class InFlight:
         self.open.set()
 
     async def write(
-        self, generate: Generate, token_ids: Sequence[int], seed: int, max_tokens: int | None
+        self,
+        generate: Generate,
+        token_ids: Sequence[int],
+        seed: int,
+        *,
+        max_tokens: int | None = None,
     ) -> Completion:
         """Write a completion, or the rest of one, by as many requests as weights come meanwhile.
 
@@ -158,9 +162,9 @@ class InFlight:
         ]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        self.again = [draw_from_json(group["draw"]) for group in state]
+        self.again = [from_json(Draw, group["draw"]) for group in state]
         self._begun = {
-            int(seed): completion_from_json(completion)
+            int(seed): from_json(Completion, completion)
             for group in state
             for seed, completion in group["begun"].items()
         }

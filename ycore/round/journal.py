@@ -29,7 +29,7 @@ from ycore.run.resuming import (
     round_file,
     write_round,
 )
-from ycore.types import Group, group_from_json, to_json
+from ycore.types import Group, from_json, to_json
 
 # -- the parts of a controller's state, and what another number of ranks makes of them ---------------------------------
 
@@ -266,7 +266,7 @@ class Journal:
             raise damaged_round(path, f"it is of {written}, not of {label}")
         if head["world"] != world:
             return None
-        groups = [group_from_json(group) for group in content["groups"]]
+        groups = [from_json(Group, group) for group in content["groups"]]
         return Committed(groups, content["state"], content["metrics"], is_replayed=True)
 
     def prune(self, before: int) -> None:

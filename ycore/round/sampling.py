@@ -25,9 +25,7 @@ from ycore.types import (
     Finished,
     Group,
     Prompt,
-    finished_from_json,
-    finished_to_json,
-    group_from_json,
+    from_json,
     to_json,
 )
 
@@ -381,10 +379,10 @@ class LeftoverGroups:
         return len(self.waiting)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        return [finished_to_json(item) for item in self.waiting]
+        return [to_json(item) for item in self.waiting]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        self.waiting = [finished_from_json(item) for item in state]
+        self.waiting = [from_json(Finished, item) for item in state]
 
     def put(self, finished: Sequence[Finished]) -> None:
         self.waiting += [
@@ -428,7 +426,7 @@ class ReuseBuffer:
         return [to_json(group) for group in self._groups]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        self._groups = [group_from_json(group) for group in state]
+        self._groups = [from_json(Group, group) for group in state]
 
     def _deviation(self, group: Group) -> float:
         rewards = compared_rewards(group, self._rules.reward_weights, self._rules.constraints)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ycore.engine import Engine
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import Slots
-from ycore.rollout.turns import GroupStart, SingleTurnWriter
+from ycore.rollout.turns import Generate, GroupStart, SingleTurnWriter
 from ycore.round.curriculum import stats_of
 from ycore.round.in_flight import NOTHING, InFlight
 from ycore.round.journal import Committed, Journal, load_states, record_metrics, states_of
@@ -68,7 +68,6 @@ class Controller:
         rules: Rules,
         peers: Peers | None = None,
         share_weights: ShareWeights | None = None,
-        sync_every: int = 1,
         journal: Journal | None = None,
         max_surplus_age: int = 1,
         slots: Slots | None = None,
@@ -83,7 +82,6 @@ class Controller:
         Args:
             peers: None for a single rank.
             share_weights: None where engines have the trainer's own weights, or where they are to stay frozen.
-            sync_every: versions from one that a round loads to the next.
             journal: None where a round need not survive a kill (evaluation, preflight).
             max_surplus_age: policy versions that a left-over group may lag behind when it is trained on.
             slots: None for one slot an engine, without placement.
@@ -110,7 +108,6 @@ class Controller:
         self.meter = RoundMeter(engines, peers, self.leftover_groups, rules.environments)
         self._event_loop = event_loop or RankEventLoop(peers)
         self._share_weights = share_weights
-        self._sync_every = sync_every
         self._journal = journal
         self._evaluation_scoring: list[Scoring] = []  # closed with this controller
         self._generates = False  # the journal has no later round
@@ -137,8 +134,7 @@ class Controller:
         committed = self.committed(step, num_groups)
         if committed is None:
             with self.phase(SYNC):
-                if self.is_behind(step):
-                    self.sync(step)
+                self.sync(step)
             committed = self.make_round(step=step, num_groups=num_groups, version=step)
         return self.hand_over(committed)
 
@@ -257,25 +253,12 @@ class Controller:
         self, start: GroupStart, index: int, *, greedy: bool = False
     ) -> Completion:
         """Write one completion. Each of the policy's turns is one request, whose seed does not depend on who answers it."""
-        write = partial(self.write, greedy=greedy, prompt=start.draw.prompt)
+        write: Generate = partial(self.request, greedy=greedy, prompt=start.draw.prompt)
+        if self.in_flight is not None:  # as many requests as it takes until it is whole
+            write = partial(self.in_flight.write, write)
         completion = await self.writer.write(start, index, write, seed=self.rules.seed)
         self.meter.note_written()
         return self.with_thinking(completion, completion.prompt_ids or start.draw.token_ids)
-
-    async def write(
-        self,
-        token_ids: Sequence[int],
-        seed: int,
-        *,
-        greedy: bool,
-        prompt: Prompt,
-        max_tokens: int | None = None,
-    ) -> Completion:
-        """Have engines write after these tokens, as many as take them until the completion is whole."""
-        request = partial(self.request, greedy=greedy, prompt=prompt)
-        if self.in_flight is None:
-            return await request(token_ids, seed, max_tokens=max_tokens)
-        return await self.in_flight.write(request, token_ids, seed, max_tokens)
 
     async def request(
         self,
@@ -376,10 +359,6 @@ class Controller:
 
     async def load_engines(self, folder: Path, version: int) -> None:
         await asyncio.gather(*(engine.load_weights(folder, version) for engine in self.engines))
-
-    def is_behind(self, version: int) -> bool:
-        """Whether the engines' weights are `sync_every` versions old."""
-        return self._synced is None or version - self._synced >= self._sync_every
 
     def sample(
         self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]], *, version: int

@@ -57,14 +57,13 @@ class RolloutRun(TrainingRun):
 
     def _make_controller(self) -> Controller:
         parts, peers, engines = self._parts, self._peers, self._engines()
-        sends_weights = parts.kind.has_servers and parts.config.sync_every > 0
         self._journal = Journal(
             parts.home.journal, rank=peers.rank, world=peers.world, seed=parts.config.seed
         )
         controller = parts.controller(
             engines,
             peers=peers,
-            share_weights=self._share_weights if sends_weights else None,
+            share_weights=self._share_weights if parts.kind.has_servers else None,
             journal=self._journal,
             slots=parts.slots(engines),
         )

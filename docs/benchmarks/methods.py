@@ -8,6 +8,9 @@ measured on the task's test rows before its first step and after its last. The s
 evaluations do not count. As many runs go on at once as `--lanes` says, each on cores of its own. A run that is finished
 is not run again, so the script can be stopped and goes on.
 
+Controls: `default` of `pf-ppo` and `drive`, `ungated` of `g-ra`, `dr-grpo` of `rover`, and `all-groups` of `copo`, `ttrl`,
+`grpo-care`, `pacs`, `dph-rl` and `forward-kl`, which all train on groups of equal rewards too.
+
 `trl` is TRL's own `trl grpo`, with the same model, rows, batch and rate. It generates with transformers, stops at the
 budget (`trl_budget`), and its model is measured by `ycore eval` on the same rows.
 """
@@ -53,6 +56,17 @@ TRL = "trl"
 _FILES = Path(__file__).resolve().parents[1] / "methods"
 _APART = ["grpo", "--set", "engine.devices=1"]  # the engine has cores of its own
 _UNCORRECTED = ["--set", "trl.vllm_importance_sampling_correction=false"]
+_ALL_GROUPS = ["grpo", "--no-dynamic-sampling"]
+_REFERENCE = ["--set", "trl.beta=1e-6"]
+_SECOND = ["--set", "rewards.1.weight=0"]  # measured, for a function to read
+_TWO_REWARDS = [
+    *("grpo", "--reward", "exact_answer", "--reward", "length"),
+    *("--set", "rewards.1.args.target=1", *_SECOND),
+]
+_LIKELIHOOD = [
+    *("--reward", "exact_answer", "--reward", "reference_probability"),
+    *("--set", "rewards.1.args.debias=false", *_SECOND),
+]
 METHODS: dict[str, list[str]] = {
     "default": ["grpo"],
     "grpo": ["grpo", "--preset", "grpo", "--beta", "0"],
@@ -73,15 +87,23 @@ METHODS: dict[str, list[str]] = {
     "ahead-8-plain": [*_APART, "--max-staleness", "8", *_UNCORRECTED],
     "rounds-8": [*_APART, "--max-staleness", "8", "--deterministic"],
     "rounds-8-plain": [*_APART, "--max-staleness", "8", "--deterministic", *_UNCORRECTED],
-    "pacs": [
-        "grpo",
-        "--set",
-        "trl.beta=1e-6",
-        "--no-dynamic-sampling",
-        "--loss",
-        f"{_FILES}/pacs.py:supervised",
-    ],
     "pf-ppo": ["grpo", "--keep", f"{_FILES}/pf_ppo.py:best_worst"],
+    "drive": ["grpo", "--keep", f"{_FILES}/drive.py:hardest"],
+    "g-ra": [*_TWO_REWARDS, "--advantage", f"{_FILES}/g_ra.py:gated"],
+    "ungated": [*_TWO_REWARDS, "--set", "rewards.1.weight=1"],
+    "rover": ["grpo", "--advantage", "dr-grpo", "--loss", f"{_FILES}/rover.py:valued"],
+    "all-groups": _ALL_GROUPS,
+    "copo": [*_ALL_GROUPS, "--advantage", f"{_FILES}/copo.py:blended"],
+    "ttrl": [*_ALL_GROUPS, "--advantage", f"{_FILES}/ttrl.py:majority"],
+    "grpo-care": [
+        *_ALL_GROUPS,
+        *_LIKELIHOOD,
+        "--advantage",
+        f"{_FILES}/grpo_care.py:consistent",
+    ],
+    "pacs": [*_ALL_GROUPS, *_REFERENCE, "--loss", f"{_FILES}/pacs.py:supervised"],
+    "dph-rl": [*_ALL_GROUPS, *_REFERENCE, "--loss", f"{_FILES}/dph_rl.py:rehearsed"],
+    "forward-kl": [*_ALL_GROUPS, "--divergence", "forward-kl", "--set", "trl.beta=0.05"],
     TRL: [],
 }
 FIGURE = "ycore/eval/pass@1"

@@ -1,6 +1,6 @@
 """FAPO (arXiv 2510.22543): a right answer by a flawed way is worth less than one by a sound way.
 
-    ycore grpo ... --reward exact_answer --reward judge:flaws.yaml --set rewards.1.weight=0 \\
+    ycore grpo --recipe quickstart --reward exact_answer --reward judge:reasoning --set rewards.1.weight=0 \\
         --no-dynamic-sampling --advantage docs/methods/fapo.py:flaw_aware
 
 The first reward is the outcome, and the last, of weight 0, says 1 where the reasoning is sound and 0 where it is flawed

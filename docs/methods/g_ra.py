@@ -1,7 +1,7 @@
 """G-RA, gated reward accumulation (arXiv 2508.10548): rewards of the way count only where the outcome is good enough.
 
-    ycore grpo ... --env desk.py:Desk --reward environment --reward steps.py:progress --set rewards.1.weight=0 \\
-        --advantage docs/methods/g_ra.py:gated
+    ycore grpo --recipe quickstart --reward exact_answer --reward length --set rewards.1.weight=0 \\
+        --set rewards.1.args.target=1 --advantage docs/methods/g_ra.py:gated
 
 The first reward is the outcome; the others are added where it reaches THRESHOLD, and left out below it. A policy then
 cannot live on the rewards of the way. The advantage is GRPO's.

@@ -1,6 +1,6 @@
 """PACS (arXiv 2509.02522): reinforcement learning as a supervised problem, to foretell whether an answer is right.
 
-    ycore grpo ... --reward exact_answer --beta 1e-6 --no-dynamic-sampling --loss docs/methods/pacs.py:supervised
+    ycore grpo --recipe quickstart --beta 1e-6 --no-dynamic-sampling --loss docs/methods/pacs.py:supervised
 
 The score of an answer is BETA times the sum of log(pi / pi_ref) over its tokens, less the mean of the other answers of its
 prompt (leave-one-out). The loss is the cross-entropy of its sigmoid with the reward, 0 or 1. A micro-batch must hold

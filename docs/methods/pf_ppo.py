@@ -1,6 +1,6 @@
 """PF-PPO (arXiv 2409.06957): learn from the best and the worst answers, whose rewards are the most reliable.
 
-    ycore ppo ... --keep docs/methods/pf_ppo.py:best_worst
+    ycore ppo --recipe ppo-quickstart --group-size 8 --keep docs/methods/pf_ppo.py:best_worst
 
 The paper ranks n answers of a prompt by their reward and draws from them with replacement: `best_worst` from both ends,
 `best_of_n` from the best, `best_random` the best and one other. A weight here is the expected number of draws, so that a

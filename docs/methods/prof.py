@@ -1,6 +1,6 @@
 """PROF (arXiv 2509.03403): a filter by the consistency of process and outcome.
 
-    ycore grpo ... --reward exact_answer --reward steps.py:process --set rewards.1.weight=0 \\
+    ycore grpo --recipe quickstart --reward exact_answer --reward judge:reasoning --set rewards.1.weight=0 \\
         --keep docs/methods/prof.py:consistent
 
 The first reward is the outcome, and the last, of weight 0, the mean value of the steps, for example of a judge or a

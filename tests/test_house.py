@@ -415,7 +415,11 @@ PARSES_OWN_JSON = {
     *("api/functions.py", "api/pipelines.py", "api/shown_rows.py"),
     *("config/trl_fields.py", "data/generated.py"),  # words of a command line
     *("data/cells.py", "data/source.py"),  # rows, whose lines and cells are bounded
-    *("plan/devices.py", "plan/model_facts.py", "sandbox/syscall_filter.py"),  # tables of ours
+    *(
+        "plan/devices.py",
+        "models/model_facts.py",
+        "sandbox/syscall_filter.py",
+    ),  # tables of ours
     *(
         "placement/service.py",
         "round/peers.py",

@@ -33,10 +33,10 @@ from ycore.config.schema import RunConfig
 from ycore.config.trl_arguments import derive_batch
 from ycore.launch.layout import Site, layout_of, this_machine
 from ycore.models.hub import cache_dir
+from ycore.models.model_facts import ModelFacts, facts_of
 from ycore.placement.placement import JUDGE
 from ycore.plan.devices import GIB, Device, Fleet, measured_core
 from ycore.plan.memory import Strategy, Workload, workload_of
-from ycore.plan.model_facts import ModelFacts, facts_of
 from ycore.plan.planner import forecast_step
 from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from ycore.models.model_facts import facts_of, model_facts
 from ycore.plan.devices import GIB
 from ycore.plan.memory import Workload
-from ycore.plan.model_facts import facts_of, model_facts
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 

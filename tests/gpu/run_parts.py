@@ -13,8 +13,8 @@ from tests.tiny_model import tiny_tokenizer, write_tiny_model
 from ycore.config.resolve import read_config
 from ycore.errors import RunError
 from ycore.launch.layout import visible_gpus
+from ycore.models.model_facts import KNOWN_CONFIGS, model_facts
 from ycore.plan.memory import Strategy, trainer_memory, workload_of
-from ycore.plan.model_facts import KNOWN_CONFIGS, model_facts
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 

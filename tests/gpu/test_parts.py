@@ -18,7 +18,7 @@ from ycore.engine.kinds import is_vllm_installed
 from ycore.errors import RunError
 from ycore.launch import layout
 from ycore.launch.layout import Gpu, Machine
-from ycore.plan.model_facts import KNOWN_CONFIGS
+from ycore.models.model_facts import KNOWN_CONFIGS
 from ycore.run.paths import RunFolder
 
 TINY: dict[str, Any] = {

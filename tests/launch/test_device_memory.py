@@ -18,8 +18,8 @@ from ycore.launch.engine_watch import start_order
 from ycore.launch.engines import EnginePlan, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site, layout_of, on_machine
 from ycore.launch.machine_checks import check_run
+from ycore.models.model_facts import KNOWN_CONFIGS, facts_of
 from ycore.plan.memory import Strategy, trainer_memory, workload_of
-from ycore.plan.model_facts import KNOWN_CONFIGS, facts_of
 from ycore.run.paths import RunFolder
 
 GIB = 2**30

@@ -25,10 +25,10 @@ from ycore.launch.device_memory import facts_here
 from ycore.launch.engines import arrange
 from ycore.launch.layout import site_of
 from ycore.launch.machine_checks import check_described, check_run, described
+from ycore.models.model_facts import KNOWN_CONFIGS
 from ycore.plan import planner
 from ycore.plan.devices import DEVICES, GIB, Device
 from ycore.plan.memory import Strategy
-from ycore.plan.model_facts import KNOWN_CONFIGS
 from ycore.plan.planner import (
     Plan,
     StepForecast,

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ycore.models.model_facts import model_facts
 from ycore.plan.devices import DEVICES, GIB, Device, Fleet
 from ycore.plan.memory import (
     Strategy,
@@ -15,7 +16,6 @@ from ycore.plan.memory import (
     trainer_peak,
     trainer_states,
 )
-from ycore.plan.model_facts import model_facts
 from ycore.plan.planner import forecast_step
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from ycore.config.schema import RunConfig
+from ycore.models.model_facts import model_facts
 from ycore.plan.devices import DEVICES, GIB, Device, Fleet
 from ycore.plan.memory import Strategy, Workload
-from ycore.plan.model_facts import model_facts
 from ycore.plan.planner import (
     Plan,
     StepForecast,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ycore.models.model_facts import ModelFacts, facts_of, model_facts
 from ycore.plan.devices import DEVICES, GB, GIB, Fleet
 from ycore.plan.memory import Sharding, Strategy, Workload, trainer_states
-from ycore.plan.model_facts import ModelFacts, facts_of, model_facts
 from ycore.plan.planner import forecast_step, strategies
 
 PAGE = (

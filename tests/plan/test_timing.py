@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ycore.models.model_facts import model_facts
 from ycore.plan import timing
 from ycore.plan.devices import DEVICES
 from ycore.plan.memory import (
@@ -13,7 +14,6 @@ from ycore.plan.memory import (
     micro_batch_tokens,
     trainer_states,
 )
-from ycore.plan.model_facts import model_facts
 
 H100 = DEVICES["h100"]
 JOB = Workload(

@@ -7,8 +7,8 @@ import pytest
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
 from ycore.config.trl_arguments import micro_batch_sizes
+from ycore.models.model_facts import model_facts
 from ycore.plan.memory import workload_of
-from ycore.plan.model_facts import model_facts
 
 SMALL = model_facts("smollm2-135m")
 

@@ -17,9 +17,9 @@ from ycore.judge.sources import is_judge, with_declarations
 from ycore.launch import device_memory, engines, machine_checks
 from ycore.launch.device_memory import rank_strategy
 from ycore.launch.layout import Machine, Site, visible_gpus
+from ycore.models.model_facts import ModelFacts, hub_id_of
 from ycore.plan.devices import Fleet, device_called, measured_core
 from ycore.plan.memory import Workload, workload_of
-from ycore.plan.model_facts import ModelFacts, hub_id_of
 from ycore.plan.planner import Plan, StepForecast, forecast_step, make_plan, why_too_large
 from ycore.plan.timing import efficiency_of, train_s
 from ycore.scoring.scorers import first_scorer, served_models

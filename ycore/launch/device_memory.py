@@ -16,6 +16,7 @@ from ycore.config.schema import LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import BatchPlan, TuneBatch, derive_batch, micro_batch_sizes
 from ycore.errors import ConfigError, ModelError
 from ycore.launch.layout import Layout, Machine, Site, layout_of, planned_site
+from ycore.models.model_facts import ModelFacts, facts_of, model_config
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.devices import GIB
 from ycore.plan.memory import (
@@ -28,7 +29,6 @@ from ycore.plan.memory import (
     trainer_memory,
     workload_of,
 )
-from ycore.plan.model_facts import ModelFacts, facts_of, model_config
 from ycore.plan.sharing import (
     DeviceSharing,
     SharingOption,

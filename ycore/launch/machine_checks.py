@@ -15,11 +15,11 @@ from ycore.errors import ConfigError
 from ycore.launch import engines
 from ycore.launch.device_memory import FactsOf, facts_here, slot_width
 from ycore.launch.layout import Machine, Site, check_deepspeed, on_machine, planned_site
+from ycore.models.model_facts import ModelFacts
 from ycore.models.names import sighted_family
 from ycore.placement.placement import REWARD_MODEL
 from ycore.plan.devices import GIB, Fleet
 from ycore.plan.memory import engine_weight_bytes
-from ycore.plan.model_facts import ModelFacts
 from ycore.plan.sharing import DeviceSharing
 from ycore.scoring.scorers import check_run_placement, served_models
 from ycore.scoring.scoring import ServedModel

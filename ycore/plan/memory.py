@@ -12,9 +12,9 @@ from math import ceil
 from typing import Literal, get_args
 
 from ycore.config.schema import Offload, RunConfig
+from ycore.models.model_facts import ModelFacts
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.plan.devices import GIB, Fleet
-from ycore.plan.model_facts import ModelFacts
 from ycore.scoring.scoring import ServedModel
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]

@@ -10,6 +10,7 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.config.trl_arguments import derive_batch, micro_batch_sizes
 from ycore.errors import ConfigError
 from ycore.judge.sources import is_judge
+from ycore.models.model_facts import model_facts
 from ycore.plan.devices import (
     GIB,
     Device,
@@ -29,7 +30,6 @@ from ycore.plan.memory import (
     step_memory,
     workload_of,
 )
-from ycore.plan.model_facts import model_facts
 from ycore.plan.sharing import sharing_options
 from ycore.plan.timing import step_seconds
 from ycore.run.claim import flat

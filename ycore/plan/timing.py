@@ -7,6 +7,7 @@ the memory's speed (the roofline's two terms, added: Williams et al. 2009), plus
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ycore.models.model_facts import ModelFacts
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.devices import Device, Fleet
 from ycore.plan.memory import (
@@ -17,7 +18,6 @@ from ycore.plan.memory import (
     saved_per_token,
     trainer_memory,
 )
-from ycore.plan.model_facts import ModelFacts
 
 _LENGTH_CLASSES = 8
 _LOGIT_BYTES = 24.0  # of a decoding step: written and read in float32, three times

@@ -9,7 +9,8 @@ from typing import Any, Self
 
 from ycore.config.schema import RunConfig
 from ycore.data.prompts import row_at
-from ycore.errors import DataError
+from ycore.errors import DataError, ModelError
+from ycore.models.model_facts import facts_of
 from ycore.round.curriculum import Curriculum
 from ycore.round.peers import Counts, Peers, Tally
 from ycore.run.files import read_json
@@ -46,22 +47,14 @@ class Cost:
 
     @classmethod
     def of_model(cls, config: Mapping[str, Any]) -> Self:
-        """From its config.json. A layer's products with keys and values take `4 * query_size` operations for each pair
-        of tokens, those with the weights 2 for each weight and token (arXiv 2001.08361, section 2.1)."""
-        text = config.get("text_config", config)
+        """Derive it from a config.json. A layer's products with keys and values take `4 * query_size` operations for
+        each pair of tokens, those with the weights 2 for each weight and token (arXiv 2001.08361, section 2.1)."""
         try:
-            sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-            hidden, layers, heads = (int(text[size]) for size in sizes)
-            inner = int(text.get("moe_intermediate_size") or text["intermediate_size"])
-            experts = int(text.get("num_experts_per_tok") or 1)
-            head_dim = int(text.get("head_dim") or hidden // heads)
-            keys = int(text.get("num_key_value_heads") or heads) * head_dim
-            weights = layers * hidden * (2 * heads * head_dim + 2 * keys + 3 * inner * experts)
-            return cls(
-                2 * layers * heads * head_dim / (weights + hidden * int(text["vocab_size"]))
-            )
-        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            facts = facts_of(config, name="the policy")
+        except ModelError:
             return cls()
+        weights = facts.linear_params + facts.head_params
+        return cls(2 * facts.num_hidden_layers * facts.query_size / weights)
 
     def of(self, group: Group) -> int:
         sizes = [

@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.tiny_model import FAMILIES, write_tiny_family
 from ycore.errors import ModelError
-from ycore.models.names import sighted_family
-from ycore.plan.model_facts import (
+from ycore.models.model_facts import (
     KNOWN_CONFIGS,
     facts_of,
     known_config,
     model_config,
     model_facts,
 )
+from ycore.models.names import sighted_family
 
 # As the hub tells them, or as the weights' own shapes add up.
 COUNTED = {

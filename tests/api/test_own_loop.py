@@ -37,6 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_model(tmp_path_factory.mktemp("model")))
 
 
+@pytest.mark.verify
 def test_the_same_loop_gives_the_same_steps_as_the_command(
     tmp_path: Path, model: str, letters: str
 ) -> None:

@@ -105,6 +105,7 @@ dtype: float32
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 def test_a_recipe_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
     prepare(tmp_path, RECIPE)
     status, said = reproduce(tmp_path, "mine.yaml --json")
@@ -166,6 +167,7 @@ def test_a_pipeline_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 def test_a_sweep_runs_each_combination_once_and_compares_their_means(tmp_path: Path) -> None:
     prepare(tmp_path, RECIPE)
     sweep = {"recipe": "mine.yaml", "grid": {"trl.learning_rate": [1e-06, 0.01], "lora.r": [2]}}

@@ -110,6 +110,7 @@ def test_a_sampled_completion_is_printed_as_data(
 
 
 @pytest.mark.engine
+@pytest.mark.verify
 def test_a_judge_that_never_parses_is_found_in_real_engines(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,6 +120,7 @@ def state(place: Path, step: int, rank: int) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.verify
 def test_one_interrupt_saves_on_both_ranks_and_resume_goes_on(
     tmp_path: Path, start: Start
 ) -> None:
@@ -147,6 +148,7 @@ def test_one_interrupt_saves_on_both_ranks_and_resume_goes_on(
     }
 
 
+@pytest.mark.verify
 def test_a_bad_row_on_one_rank_is_one_line_and_exit_status_2(
     tmp_path: Path, start: Start
 ) -> None:

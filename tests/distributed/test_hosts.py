@@ -259,7 +259,9 @@ def cut_host(terminal: Terminal) -> None:
     terminal.hosts[1].cut()
 
 
-@pytest.mark.parametrize("lose", [kill_on_host, cut_host])
+@pytest.mark.parametrize(
+    "lose", [pytest.param(kill_on_host, marks=pytest.mark.verify), cut_host]
+)
 def test_a_host_that_is_lost_is_started_again(
     terminal: Terminal, lose: Callable[[Terminal], None]
 ) -> None:

@@ -97,6 +97,7 @@ def wait_for_steps(metrics: Path, number: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.verify
 def test_an_interrupt_of_one_machine_stops_both(place: Path) -> None:
     asked = [f"{n} + 1 =" for n in range(16)]
     ends = run(place, ["run", "run"], asked, steps=2000, interrupt_after=2)
@@ -130,6 +131,7 @@ def test_two_machines_make_one_run(place: Path, outputs: list[str]) -> None:
         assert not RunFolder(folder).sockets.exists()
 
 
+@pytest.mark.verify
 def test_a_mistake_seen_by_one_machine_ends_both(place: Path) -> None:
     ends = run(place, ["run", "run"], ["1 + 1 ="] * 7 + ["7" * 600])
     codes = sorted(code for code, _ in ends)

@@ -17,6 +17,7 @@ settings = {
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 def test_every_cell_runs(tmp_path: Path) -> None:
     nbformat = pytest.importorskip(
         "nbformat", reason="the notebook's packages are not installed"

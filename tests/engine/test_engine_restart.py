@@ -125,6 +125,7 @@ def test_a_run_whose_trainer_and_engine_were_killed_equals_one_in_peace(
 
 @pytest.mark.engine
 @pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed")
+@pytest.mark.verify
 def test_a_real_engine_that_loses_its_core_in_a_round_is_back_with_the_policys_weights(
     model: Path, tmp_path: Path
 ) -> None:

@@ -389,6 +389,7 @@ def test_weights_from_the_trainers_memory_are_those_of_files(
     assert told_version(server) == "6"
 
 
+@pytest.mark.verify
 def test_adapters_alone_give_what_merged_weights_give(
     server: Path, adapter_server: Path, model: Path, tmp_path: Path
 ) -> None:

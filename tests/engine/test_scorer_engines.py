@@ -92,6 +92,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, 120))
 
 
+@pytest.mark.verify
 def test_a_reward_model_gives_transformers_logits(servers: RunFolder, classifier: Path) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer

@@ -88,12 +88,10 @@ def logprobs(model: Any, sight: Sight, prompt: Prompt, token_ids: Sequence[int])
     return logits.float().log_softmax(-1).gather(-1, ids[0][:, None])[:, 0]
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(family, marks=[] if family == "llava" else pytest.mark.verify)
-        for family in SERVED
-    ],
+    SERVED,
 )
 def test_what_vllm_sees_is_what_the_trainer_sees(
     family: str, tmp_path: Path, serve: Any, cpu_engine: Any

@@ -319,9 +319,8 @@ def rests(output: Path, engine: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "placement", ["split:1:1", pytest.param("dynamic", marks=pytest.mark.verify)]
-)
+@pytest.mark.verify
+@pytest.mark.parametrize("placement", ["split:1:1", "dynamic"])
 def test_a_run_whose_engines_sleep_learns_the_same(place: Path, placement: str) -> None:
     shown = run_with_devices(place, placement.partition(":")[0], f"placement={placement}")
     awake, asleep = place / "awake", place / placement.partition(":")[0]

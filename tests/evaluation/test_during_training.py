@@ -100,6 +100,7 @@ def test_evaluations_change_nothing_of_the_training(whole: tuple[RunFolder, RunF
     assert told["held_out"]["after"]["reward"] == held_out(folder)[STEPS]
 
 
+@pytest.mark.verify
 def test_a_run_that_dies_measures_the_same_when_it_goes_on(
     tmp_path: Path, model: Path, whole: tuple[RunFolder, RunFolder]
 ) -> None:

@@ -112,7 +112,17 @@ READERS: dict[str, Callable[[str], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", READERS)
+SLOW = {"gives a number", "numbers_in", "number_of"}
+"""Readers of many numbers, which take most of the seconds."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.verify] if name in SLOW else [])
+        for name in READERS
+    ],
+)
 def test_reading_is_linear(name: str) -> None:
     slow = [
         (part, taken)

@@ -188,6 +188,7 @@ def test_secrets_stay_where_they_were_given_and_a_killed_launcher_leaves_nothing
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 def test_a_terminal_that_is_closed_ends_the_run_in_order(model: Path, output: Path) -> None:
     """The launcher leads a session on a terminal of its own; closing that is SIGHUP, and nowhere to write to."""
     ours, theirs = pty.openpty()

@@ -152,6 +152,7 @@ def test_a_failed_conversion_says_why_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.verify
 def test_the_built_in_model_from_its_package(tmp_path: Path) -> None:
     model = BUILTIN["smollm2-135m"]
     try:
@@ -214,6 +215,7 @@ def test_an_adapter_is_merged_once(adapter: Path) -> None:
     assert resolve_model(str(adapter)).ready
 
 
+@pytest.mark.verify
 def test_an_adapter_of_an_adapter_has_both_merged(adapter: Path, tmp_path: Path) -> None:
     import torch
     from peft import PeftModel

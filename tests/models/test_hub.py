@@ -160,6 +160,7 @@ def test_a_hub_model_is_planned_then_downloaded_then_found(hub: str, tmp_path: P
     assert found.startswith("hub|True|True|found in")
 
 
+@pytest.mark.verify
 def test_an_adapter_of_the_hub_is_merged_with_its_base(hub: str, tmp_path: Path) -> None:
     import torch
     from peft import PeftModel

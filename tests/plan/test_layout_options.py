@@ -152,6 +152,7 @@ def check_as_launched(
         assert config.engine.sleep == strategy.sleeps, line
 
 
+@pytest.mark.verify
 def test_every_way_of_hundreds_of_plans_can_be_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

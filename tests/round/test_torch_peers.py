@@ -64,6 +64,7 @@ def positions(ranks: list[dict[str, Any]]) -> list[int]:
     return sorted(group["position"] for rank in ranks for group in rank["groups"])
 
 
+@pytest.mark.verify
 def test_without_dynamic_sampling_every_rank_draws_its_share(seen: Seen) -> None:
     ranks = seen["plain"]
     assert [rank["drawn"] for rank in ranks] == [4, 4]

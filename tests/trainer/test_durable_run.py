@@ -183,7 +183,14 @@ def reference(
 
 
 # Accumulation alone is resumed in the test of a damaged checkpoint.
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "accumulation"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=[] if "a round" in name else [pytest.mark.verify])
+        for name in VARIANTS
+        if name != "accumulation"
+    ],
+)
 def test_a_resume_is_exact_wherever_it_falls(
     variant: str, tmp_path: Path, model: Path, reference: Callable[[str], RunFolder]
 ) -> None:

@@ -211,10 +211,9 @@ def kill_and_resume(arguments: list[str], killed: Path) -> None:
     "algorithm",
     [
         "grpo",
-        "ppo",
         *(
             pytest.param(algorithm, marks=pytest.mark.verify)
-            for algorithm in ("distill", "online-dpo", PICTURES, MIXTURE)
+            for algorithm in ("ppo", "distill", "online-dpo", PICTURES, MIXTURE)
         ),
     ],
 )

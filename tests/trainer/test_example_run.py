@@ -269,7 +269,14 @@ def test_stopped_and_gone_on_with_is_never_stopped(place: Path, tmp_path: Path) 
     assert same(adapter(RunFolder(whole).model), adapter(RunFolder(parts).model))
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "dpo",
+        pytest.param("sft", marks=pytest.mark.verify),
+        pytest.param("reward", marks=pytest.mark.verify),
+    ],
+)
 def test_a_stop_ends_a_measurement_and_the_run_goes_on(
     method: str, place: Path, tmp_path: Path
 ) -> None:

@@ -124,7 +124,10 @@ def write_brief_model(folder: Path) -> Path:
     return model
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "lora",
+    [pytest.param(True, id="lora"), pytest.param(False, id="full", marks=pytest.mark.verify)],
+)
 def test_a_run_leaves_its_model_metrics_and_samples(
     tmp_path: Path, model: Path, lora: bool, ended: list["subprocess.Popen[str]"]
 ) -> None:
@@ -155,6 +158,7 @@ def test_a_run_leaves_its_model_metrics_and_samples(
     check_model(folder, model, lora=lora)
 
 
+@pytest.mark.verify
 def test_a_policy_is_trained_as_a_judge_of_pairs(
     tmp_path: Path, model: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:
@@ -363,6 +367,7 @@ def test_datasets_of_a_run_are_played_in_the_environment_that_each_names(
     assert names == {"less.jsonl", "talk.jsonl", "rows.jsonl"}
 
 
+@pytest.mark.verify
 def test_a_policy_learns_in_two_environments_of_several_turns_without_a_dataset(
     tmp_path: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:
@@ -449,6 +454,7 @@ except urllib.error.HTTPError:
 """
 
 
+@pytest.mark.verify
 def test_a_policy_learns_with_an_agent_that_writes_its_own_prompts(
     tmp_path: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:

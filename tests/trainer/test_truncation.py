@@ -26,6 +26,7 @@ def test_the_share_of_truncated_completions_is_said_or_refused() -> None:
         truncation(["stop", *["length"] * 15], config)
 
 
+@pytest.mark.verify
 def test_a_length_that_truncates_too_many_is_refused_before_the_first_step(
     tmp_path: Path, chat_model: Path
 ) -> None:

@@ -30,6 +30,7 @@ def test_all_is_on_the_device(case: str) -> None:
         "offload_that_does_not_come_back",
     ],
 )
+@pytest.mark.verify
 def test_what_is_left_on_the_host_is_found(case: str) -> None:
     done = run(case)
     assert done.returncode != 0 and "device" in done.stderr.lower(), done.stderr[-3000:]

@@ -205,6 +205,7 @@ def test_trackers_get_what_their_users_look_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 def test_a_run_that_fails_alerts(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     (tmp_path / "reward.py").write_text(
@@ -342,6 +343,7 @@ def test_a_tracker_that_fails_at_the_end_costs_its_page_alone(
 
 
 @pytest.mark.slow
+@pytest.mark.verify
 def test_a_resumed_run_goes_on_with_its_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

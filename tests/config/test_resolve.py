@@ -488,6 +488,29 @@ def test_several_datasets_are_a_mixture() -> None:
     assert measured is not None and measured.mixture == []
 
 
+def test_a_dataset_of_several_has_held_out_rows_of_its_own() -> None:
+    parts: list[dict[str, Any]] = [
+        {"dataset": "a.jsonl", "eval_dataset": "rows/b.jsonl", "rewards": ["length"]},
+        {"dataset": "c", "answer_column": "gold"},
+        {"dataset": "d", "eval_dataset": "d"},
+    ]
+    more = {"rewards": ["exact_answer", "length"], "eval_limit": 7, "eval_split": "validation"}
+    measured = _resolve(dataset=parts, **more).for_evaluation()
+    assert measured is not None and measured.dataset == "rows/b.jsonl + d"
+    assert [(part.name, part.split, part.limit) for part in measured.mixture] == [
+        ("b.jsonl", "train", 7),
+        ("d", "validation", 7),
+    ]
+    assert measured.unscored == {"b.jsonl": {0}, "d": set()}
+    # The run's own held-out rows are one more.
+    both = _resolve(dataset=parts, eval_dataset="e", **more).for_evaluation()
+    assert both is not None and [part.name for part in both.mixture] == ["b.jsonl", "d", "e"]
+    with pytest.raises(
+        ConfigError, match=r"by their names, and they are b.jsonl, d, d; rename"
+    ):
+        _resolve(dataset=parts, eval_dataset="of/d", **more)
+
+
 def test_a_dataset_names_one_of_the_runs_environments() -> None:
     parts = [{"dataset": "a", "environment": "Gane"}, {"dataset": "b", "environment": "none"}]
     settings: dict[str, Any] = {"dataset": parts, "env": ["a.py:Game", "a.py:Two"]}

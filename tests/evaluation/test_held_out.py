@@ -1,18 +1,23 @@
 """The figures of an evaluation against values computed by hand, and what a run decides by them."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ycore.config.schema import EvalConfig, RewardConfig, RunConfig, TuneConfig
+from ycore.data.prompts import load_prompts
 from ycore.errors import ConfigError
 from ycore.evaluation.held_out import (
     best_of,
     check_evaluation,
     check_measuring,
     count_groups,
+    evaluate_policy,
     evaluation_figures,
     evaluation_summary,
     figure_names,
@@ -21,7 +26,7 @@ from ycore.evaluation.held_out import (
     why_stop,
 )
 from ycore.rewards.answers import final_answer
-from ycore.round.sampling import LEAST, AcceptanceRate, num_to_draw
+from ycore.round.sampling import LEAST, AcceptanceRate, DrawSource, Shard, num_to_draw
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 
@@ -68,6 +73,58 @@ def test_figures_of_three_prompts() -> None:
         and found["mean_length"] == 2
     )
     assert found["pass@4/low"] == 0.0 and found["pass@4/high"] == 1.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_dataset_of_several_has_figures_of_its_own(rank: int, tmp_path: Path) -> None:
+    """Two ranks measure rows 0 and 2 of the first dataset and the one of the second, and row 1."""
+    for name, count in (("sums.jsonl", 2), ("talk.jsonl", 1)):
+        rows = "".join(
+            json.dumps({"prompt": f"{n}?", "answer": "7"}) + "\n" for n in range(count)
+        )
+        (tmp_path / name).write_text(rows)
+    parts = [
+        {"dataset": name, "eval_dataset": str(tmp_path / name)}
+        for name in ("sums.jsonl", "talk.jsonl")
+    ]
+    settings = config(mixture=parts).for_evaluation()
+    assert settings is not None
+    draws = DrawSource.of_run(
+        settings,
+        load_prompts(settings).prompts,
+        encode=lambda _: (1,),
+        max_prompt_tokens=1,
+        shard=Shard(rank, 2),
+    )
+    other = count_groups(GROUPS, settings)
+    other[rank::2] = 0.0  # what the other rank adds
+    measured: list[str | None] = []
+
+    def run_round(writing: Any, **_: Any) -> list[Group]:
+        writing.close()
+        mine = GROUPS[rank::2]
+        measured.extend(draws.prompts[one.draw.position].dataset for one in mine)
+        return mine
+
+    controller: Any = SimpleNamespace(
+        peers=SimpleNamespace(
+            rank=rank,
+            world=2,
+            add_up=lambda values: [*map(sum, zip(values, other.ravel(), strict=True))],
+        ),
+        draws=draws,
+        run_round=run_round,
+        scoring=SimpleNamespace(meters=[]),
+        rules=SimpleNamespace(max_in_flight=1),
+    )
+    found = evaluate_policy(controller, 3, step=0, config=settings)
+    assert measured == (["sums.jsonl", "talk.jsonl"] if rank == 0 else ["sums.jsonl"])
+    assert found["reward"] == pytest.approx(3 / 11)
+    assert found["sums.jsonl/reward"] == pytest.approx(3 / 8)
+    assert found["sums.jsonl/pass@1"] == pytest.approx((2 / 4 + 1 / 4) / 2)
+    assert found["talk.jsonl/reward"] == found["talk.jsonl/pass@4"] == 0
+    assert found["talk.jsonl/masked"] == 1 and found["sums.jsonl/masked"] == 0
+    assert found["sums.jsonl/pass@1/low"] == 0.25
 
 
 def test_right_by_right_reasons() -> None:

@@ -84,7 +84,7 @@ class Round:
 
         run_settings = rollout_settings(model, dataset, reward, {"processes": 1, **settings})
         config = require_rollouts(settings_config("grpo", run_settings, resume=False))
-        if config.replay is not None or config.eval_dataset is not None:
+        if config.replay is not None or config.for_evaluation():
             raise ConfigError(
                 "a Round draws its own rounds and measures nothing; leave out replay and eval_dataset"
             )

@@ -346,6 +346,7 @@ class MixturePart(RowSettings):
     # Which of the run's environments its prompts are played in, by name, or `none`; None is the run's only one, or what
     # each row names.
     environment: str | None = None
+    eval_dataset: str | None = None  # its held-out rows, with figures of their own
 
     @property
     def name(self) -> str:
@@ -541,14 +542,27 @@ class RunConfig(ScoredConfig, RowSettings):
 
     def for_evaluation(self) -> "EvalConfig | None":
         """Return the settings of an evaluation on the held-out rows; None where the run has none."""
-        if self.eval_dataset is None:
+        whole = MixturePart(dataset="", eval_dataset=self.eval_dataset)
+        parts = [
+            part.model_copy(
+                update={
+                    "dataset": name,
+                    "split": "train" if is_one_file(name) else self.eval_split or "test",
+                    "limit": self.eval_limit,
+                }
+            )
+            for part in (*self.mixture, whole)
+            if (name := part.eval_dataset)
+        ]
+        if not parts:
             return None
+        is_one = self.eval_dataset and len(parts) == 1
         shared = {name: getattr(self, name) for name in RunConfig.model_fields}
-        rows: dict[str, Any] = {
-            "dataset": self.eval_dataset,
-            "split": "train" if is_one_file(self.eval_dataset) else self.eval_split or "test",
+        rows = {
+            "dataset": " + ".join(part.dataset for part in parts),
+            "split": parts[0].split if is_one else "train",
             "limit": self.eval_limit,
-            "mixture": [],
+            "mixture": [] if is_one else parts,
         }
         rewards = self.eval_rewards or self.rewards
         return EvalConfig.model_construct(
@@ -600,11 +614,13 @@ class RunConfig(ScoredConfig, RowSettings):
                 )
 
     def _check_mixture(self) -> None:
-        names = [part.name for part in self.mixture]
-        if len(set(names)) < len(names):
-            raise ConfigError(
-                f"the datasets of a run are told apart by their names, and they are {', '.join(names)}; rename one"
-            )
+        measured = self.for_evaluation()
+        for mixture in (self.mixture, measured.mixture if measured else []):
+            names = [part.name for part in mixture]
+            if len(set(names)) < len(names):
+                raise ConfigError(
+                    f"the datasets of a run are told apart by their names, and they are {', '.join(names)}; rename one"
+                )
         rewards = [reward.reward for reward in self.rewards]
         environments = [*self.environments, NO_ENVIRONMENT]
         for part in self.mixture:

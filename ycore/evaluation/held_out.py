@@ -85,7 +85,12 @@ def evaluate_policy(
     for meter in controller.scoring.meters:
         meter.take()  # not the next step's
     total = controller.peers.add_up(table.ravel().tolist())
-    return evaluation_figures(np.array(total).reshape(table.shape), config)
+    table = np.array(total).reshape(table.shape)
+    figures = evaluation_figures(table, config)
+    ends = np.cumsum(getattr(controller.draws.prompts, "sizes", []), dtype=int)
+    for part, rows in zip(config.mixture, np.split(table, ends), strict=False):
+        figures |= as_metrics(evaluation_figures(rows, config), f"{part.name}/")
+    return figures
 
 
 async def _write_groups(
@@ -214,13 +219,9 @@ def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]
 
 def _count_wins(pairs: Iterable[Sequence[float | None]]) -> Values:
     """Return 1 where the better answer has the higher reward, 0.5 where equal, 0 where lower; NaN where masked."""
-    wins = []
-    for better, worse in pairs:
-        if better is None or worse is None:
-            wins.append(np.nan)
-        else:
-            wins.append((better > worse) + 0.5 * (better == worse))
-    return np.array(wins)
+    better, worse = np.array(list(pairs), float).reshape(-1, 2).T
+    wins: Values = np.sign(better - worse) / 2 + 0.5
+    return wins
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -354,8 +355,8 @@ def _nothing_to_learn(rows: Sequence[Row], count: int, config: AnyConfig) -> str
     return f"nothing to learn: {count} steps in a row had no group that can teach"
 
 
-def as_metrics(figures: Mapping[str, float]) -> dict[str, float]:
-    return {EVALUATION + name: value for name, value in figures.items()}
+def as_metrics(figures: Mapping[str, float], prefix: str = EVALUATION) -> dict[str, float]:
+    return {prefix + name: value for name, value in figures.items()}
 
 
 def row_figures(row: Row) -> dict[str, Any]:

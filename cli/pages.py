@@ -3,9 +3,8 @@
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib.resources import files
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from ycore_cli.output import print_table
@@ -22,8 +21,7 @@ _OF_QUESTIONS = " a an can do does how i in is it my of the to use what where wh
 _SYMPTOM = re.compile(r"^It says: (.+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A heading of a page with the text below it, up to the next heading."""
 
     page: str

@@ -11,6 +11,7 @@ in a thread that waits at that place. `ask` and `score` are done there, and `tra
 it is given, until it asks for the next. So a step is TRL's own, and so are its checkpoints and metrics.
 """
 
+import asyncio
 import os
 import queue
 import sys
@@ -22,12 +23,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from ycore.api.run_settings import (
+    Reward,
+    Rows,
+    outside_event_loop,
+    rollout_settings,
+    settings_config,
+    tell_warnings,
+)
+from ycore.api.running import checked_plan
+from ycore.config.resolve import require_rollouts
 from ycore.errors import ConfigError, Interrupted, RunError
+from ycore.launch.guardian import guarded
+from ycore.launch.launcher import TRAINER, LocalRun
+from ycore.launch.layout import site_of
+from ycore.run.claim import claim
+from ycore.run.metrics import read_metrics
+from ycore.run.secrets import secrets_environment
+from ycore.run.tasks import together
+from ycore.scoring.group_rewards import compared_rewards, rewards_differ
+from ycore.scoring.scoring import PendingGroup
+from ycore.types import Completion, Content, Group, Score
+from ycore.view.progress import PlainProgress
 
 if TYPE_CHECKING:
-    from ycore.api.run_settings import Reward, Rows
     from ycore.trainer.rollout_run import RolloutRun
-    from ycore.types import Completion, Content, Group
 
 
 @dataclass
@@ -38,17 +58,15 @@ class RoundGroup:
         rewards: one a completion, None where it has none. `Round.score` sets them; you may, too.
     """
 
-    prompt: "Content"
+    prompt: Content
     columns: Mapping[str, Any]
     completions: tuple[str, ...]
     rewards: list[float | None]
-    group: "Group"
+    group: Group
 
     @property
     def can_teach(self) -> bool:
         """Whether the rewards differ: a group whose rewards are all equal has no advantage, and no gradient."""
-        from ycore.scoring.group_rewards import rewards_differ
-
         return rewards_differ(self.rewards)
 
 
@@ -64,8 +82,8 @@ class Round:
         self,
         *,
         model: str,
-        dataset: "Rows",
-        reward: "Reward | Sequence[Reward]",
+        dataset: Rows,
+        reward: Reward | Sequence[Reward],
         **settings: Any,
     ) -> None:
         """The arguments are those of `grpo`; `steps` is what the schedule of the learning rate runs to.
@@ -73,15 +91,6 @@ class Round:
         Raises:
             YcoreError: what the command says in one line.
         """
-        from ycore.api.run_settings import (
-            outside_event_loop,
-            rollout_settings,
-            settings_config,
-            tell_warnings,
-        )
-        from ycore.api.running import checked_plan
-        from ycore.config.resolve import require_rollouts
-
         run_settings = rollout_settings(model, dataset, reward, {"processes": 1, **settings})
         config = require_rollouts(settings_config("grpo", run_settings, resume=False))
         if config.replay is not None or config.for_evaluation():
@@ -108,13 +117,6 @@ class Round:
 
     def __enter__(self) -> Self:
         """Start the engines, load the model, and wait until the first round may be asked for."""
-        from ycore.launch.guardian import guarded
-        from ycore.launch.launcher import TRAINER, LocalRun
-        from ycore.launch.layout import site_of
-        from ycore.run.claim import claim
-        from ycore.run.secrets import secrets_environment
-        from ycore.view.progress import PlainProgress
-
         site = site_of(self.config)
         self._local = LocalRun(
             TRAINER,
@@ -154,8 +156,6 @@ class Round:
 
     def score(self, groups: Sequence[RoundGroup]) -> list[RoundGroup]:
         """Set the rewards to the weighted sums of the run's reward sources, and return the same objects."""
-        from ycore.scoring.group_rewards import compared_rewards
-
         scored = self._call(lambda run: self._score(run, [item.group for item in groups]))
         for item, group in zip(groups, scored, strict=True):
             item.group = group
@@ -168,8 +168,6 @@ class Round:
         Raises:
             ConfigError: not `num_prompts` groups; or a group without any reward; or no step is left.
         """
-        from ycore.run.metrics import read_metrics
-
         if self.step >= self.config.steps:
             raise ConfigError(
                 f"the run has taken its {self.config.steps} steps; give Round more, as steps="
@@ -215,7 +213,7 @@ class Round:
         except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
             self._answers.put(error)
 
-    def next_round(self, *, step: int, num_groups: int) -> "list[Group]":
+    def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """Give TRL's thread a round: the last request is done, and more are served until one trains."""
         self._answers.put(None)
         while not isinstance(request := self._requests.get(), list):
@@ -233,10 +231,7 @@ class Round:
         except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
             self._answers.put(error)
 
-    def _ask(self, run: "RolloutRun", num_prompts: int) -> "list[Group]":
-        from ycore.run.tasks import together
-        from ycore.types import Group
-
+    def _ask(self, run: "RolloutRun", num_prompts: int) -> list[Group]:
         controller = run.controller
         step = run.trainer.state.global_step
         with controller.phase("sync"):
@@ -257,19 +252,14 @@ class Round:
                 together([write_group(draw) for draw in draws]), step=step
             )
 
-    def _score(self, run: "RolloutRun", groups: "Sequence[Group]") -> "list[Group]":
-        import asyncio
-
-        from ycore.run.tasks import together
-        from ycore.scoring.scoring import PendingGroup
-
+    def _score(self, run: "RolloutRun", groups: Sequence[Group]) -> list[Group]:
         controller = run.controller
         step = run.trainer.state.global_step
 
-        async def written(completion: "Completion") -> "Completion":
+        async def written(completion: Completion) -> Completion:
             return completion
 
-        async def score_group(group: "Group") -> "Group":
+        async def score_group(group: Group) -> Group:
             tasks = [
                 asyncio.create_task(written(completion)) for completion in group.completions
             ]
@@ -314,7 +304,7 @@ class Round:
         )
 
 
-def _unscored(group: "Group") -> RoundGroup:
+def _unscored(group: Group) -> RoundGroup:
     prompt = group.draw.prompt
     completions = tuple(completion.transcript for completion in group.completions)
     return RoundGroup(
@@ -322,11 +312,8 @@ def _unscored(group: "Group") -> RoundGroup:
     )
 
 
-def _with_rewards(item: RoundGroup, weights: Sequence[float]) -> "Group":
+def _with_rewards(item: RoundGroup, weights: Sequence[float]) -> Group:
     """Return the group with its scores; the user's rewards stand for the first source that has a weight."""
-    from ycore.scoring.group_rewards import compared_rewards
-    from ycore.types import Score
-
     if item.group.scores_GR and compared_rewards(item.group, weights) == item.rewards:
         return item.group
     if len(item.rewards) != len(item.completions):

@@ -17,10 +17,9 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import combinations, groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, ValidationError
 
@@ -70,8 +69,7 @@ class PipelineFile(Strict):
     stages: Annotated[dict[str, dict[str, Any] | None], Field(min_length=1)]
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One run of a pipeline, references replaced.
 
     `check_keys` have for a policy that an earlier stage trains the model that it starts from; they are None where the
@@ -94,8 +92,7 @@ class Stage:
         return "finished" if is_finished(folder) else "begun"
 
 
-@dataclass(frozen=True)
-class Pipeline:
+class Pipeline(NamedTuple):
     """Stages in the order in which they run. `declared` is stored: only the same pipeline may resume in the folder."""
 
     folder: Path

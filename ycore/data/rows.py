@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ycore.data.cells import (
     GOLD_KEYS,
@@ -122,8 +122,7 @@ _MAX_ORDERS = 1000
 _MAX_SPACES = 20  # of an answer that rewards may compare
 
 
-@dataclass(frozen=True, slots=True)
-class RowNeeds:
+class RowNeeds(NamedTuple):
     """The part of a row that a command takes.
 
     Attributes:

@@ -7,7 +7,7 @@ trainer's own model).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ycore.placement.slots import Sleeper
 from ycore.types import Completion, Prompt
@@ -30,8 +30,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
 
 
-@dataclass(frozen=True)
-class WeightSource:
+class WeightSource(NamedTuple):
     """The policy's weights in the trainer's memory.
 
     Attributes:

@@ -7,9 +7,8 @@ kept. Where the interval is above 0 or below it, the models differ by more than 
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +18,7 @@ from ycore.scoring.group_rewards import weighted_sum
 COMPARISON = "comparison.json"
 
 
-@dataclass(frozen=True)
-class PromptResult:
+class PromptResult(NamedTuple):
     """One prompt's completions by one model: the mean reward (None if none was scored), the share that is right."""
 
     reward: float | None

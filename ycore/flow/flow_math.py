@@ -44,8 +44,7 @@ def window_of(seed: int, position: int, *, num_steps: int, length: int) -> int:
     return int.from_bytes(digest, "big") % starts
 
 
-@dataclass(frozen=True)
-class NoisyStep:
+class NoisyStep(NamedTuple):
     """A Gaussian's `mean` and `std` ([B, 1, 1, 1]), and the log-density of the point reached, summed over a picture."""
 
     mean: torch.Tensor
@@ -116,8 +115,7 @@ class SamplingPath:
         return self.times[1]
 
 
-@dataclass(frozen=True)
-class DrawnPictures:
+class DrawnPictures(NamedTuple):
     """Pictures, [B, C, H, W]; points of their steps with noise, [B, length + 1, C, H, W]; log-densities, [B, length]."""
 
     pictures: torch.Tensor

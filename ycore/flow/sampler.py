@@ -23,7 +23,7 @@ from ycore.rollout.turns import Generate, GroupStart, SingleTurnWriter, completi
 from ycore.run.files import make_folder, read_named, write_bytes_atomic
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
-from ycore.types import Completion, Image, Prompt
+from ycore.types import Completion, Image, Prompt, from_json
 
 Weights = Mapping[str, torch.Tensor]
 """The trained weights by name: the policy's, an older policy's, or the reference's."""
@@ -107,11 +107,10 @@ class Picture:
     @classmethod
     def of(cls, text: str) -> "Picture":
         """Read it from a completion's text."""
-        value = json.loads(text)
-        return cls(**{**value, "image": Image(*value["image"])})
+        return from_json(cls, json.loads(text))
 
     def as_text(self) -> str:
-        return json.dumps(asdict(self) | {"image": list(self.image)})
+        return json.dumps(asdict(self))
 
 
 class Trajectories:

@@ -9,7 +9,7 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ycore.foreign import ForeignRefused, foreign_json
 from ycore.judge.declaration import (
@@ -37,16 +37,14 @@ class Unreadable(ValueError):
     """There is no verdict, or more than one; like cases have the same short message, so that they can be counted."""
 
 
-@dataclass(frozen=True)
-class ReplyToken:
+class ReplyToken(NamedTuple):
     text: str
     likeliest: Mapping[
         str, float
     ]  # the log-probability of every likely token in its place, by its text
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     text: str  # what a judge wrote in its own turn, and nothing else
     tokens: Sequence[ReplyToken] | None = None  # of the text, for labels
     num_tokens: int = 0  # of question and reply

@@ -7,17 +7,15 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ycore.errors import ModelError
 
 ANSWER_WITHIN_S = 3.0
 
 
-@dataclass(frozen=True)
-class HubAnswer:
+class HubAnswer(NamedTuple):
     """An answer of the hub. With `here`, `info` is the hub's object; else `problem` says why it cannot be had."""
 
     state: Literal["here", "absent", "refused", "unreachable"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -223,8 +223,7 @@ _WAY_OUT = "give a local folder, or `smollm2-135m`, which needs no hub"
 Kind = Literal["hub", "folder", "adapter", "builtin"]
 
 
-@dataclass(frozen=True)
-class BuiltinModel:
+class BuiltinModel(NamedTuple):
     """A model with a short name: on the hub, and as a GGUF file inside a Python package for machines without the hub.
 
     Attributes:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ycore.placement.placement import (
     DYNAMIC,
@@ -44,8 +44,7 @@ class RoleWork:
         return self.slot_s / self.num_requests if self.num_requests else 0.0
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """How a round used its slots. `busy_s` and `swap_s`: one value a slot; a slot with a request in flight is busy."""
 
     seconds: float

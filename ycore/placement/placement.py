@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from ycore.errors import ConfigError, nearest
 
@@ -96,16 +96,14 @@ class SlotPool:
         return 10**9 if self.capacity is None else self.capacity[role]
 
 
-@dataclass(frozen=True)
-class StartRequest:
+class StartRequest(NamedTuple):
     """Send this request to the slot's engine now."""
 
     request: int
     slot: int
 
 
-@dataclass(frozen=True)
-class Swap:
+class Swap(NamedTuple):
     """Put the slot's `asleep` role to sleep, wake its `awake` role, then call `Allocator.swapped`."""
 
     slot: int

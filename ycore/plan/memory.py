@@ -9,7 +9,7 @@ memory, so the sum of their peaks must fit. The formulas and their sources are a
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from ycore.config.schema import Offload, RunConfig
 from ycore.models.model_facts import ModelFacts
@@ -221,8 +221,7 @@ _CPU_CACHE_STEP = GIB  # on a CPU, vLLM's cache is whole GiB
 _ONE_STEP_ONLY = ("gradients", "copies")  # parts that exist only while a step is computed
 
 
-@dataclass(frozen=True)
-class ProcessOverhead:
+class ProcessOverhead(NamedTuple):
     """Bytes of a process before it has a model: libraries, a device's context, communication buffers.
 
     Attributes:
@@ -250,8 +249,7 @@ ON_CPU = ProcessOverhead(
 # -- the trainer -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TrainerMemory:
+class TrainerMemory(NamedTuple):
     """Bytes of one rank.
 
     Attributes:

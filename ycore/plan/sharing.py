@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ycore.config.schema import Offload
 from ycore.errors import ConfigError
@@ -49,8 +50,7 @@ def sharing_options(work: Workload, strategy: Strategy) -> list[SharingOption]:
     return options
 
 
-@dataclass(frozen=True)
-class DeviceSharing:
+class DeviceSharing(NamedTuple):
     """`shares`: by role, vLLM's `gpu_memory_utilization` of each of its models. `line`: the decision in words."""
 
     sleeps: bool

@@ -6,6 +6,7 @@ the memory's speed (the roofline's two terms, added: Williams et al. 2009), plus
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ycore.models.model_facts import ModelFacts
 from ycore.placement.placement import ROLLOUT
@@ -24,8 +25,7 @@ _LOGIT_BYTES = 24.0  # of a decoding step: written and read in float32, three ti
 _LOSS_BYTES = 20.0  # of a logit in the trainer's head
 
 
-@dataclass(frozen=True)
-class Efficiency:
+class Efficiency(NamedTuple):
     """The share of a device that software reaches, and fixed costs.
 
     Attributes:

@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ycore.errors import ConfigError
 from ycore.rollout.dialogue import Call, Dialogue
@@ -24,8 +24,7 @@ class Generate(Protocol):
     ) -> Awaitable[Completion]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class GroupStart:
+class GroupStart(NamedTuple):
     """Where the completions of a group start.
 
     The prompt of `draw` ends with the environment's first `observation`; `prompt` is the row's own.
@@ -100,8 +99,7 @@ def joined(
 # -- several turns -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TurnLimits:
+class TurnLimits(NamedTuple):
     """Limits of a completion.
 
     `max_tokens` counts all tokens, whoever wrote them, `turn_tokens` those of a turn of the policy. A prompt that the

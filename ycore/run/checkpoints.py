@@ -13,9 +13,8 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
@@ -309,8 +308,7 @@ def _fingerprints(files: Iterable[Path]) -> list[Fingerprint]:
 # -- written by all ranks together, and not without room ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RankGroup:
+class RankGroup(NamedTuple):
     """The ranks that write a checkpoint together, as one of them sees it."""
 
     rank: int = 0

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -79,8 +79,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Resume:
+class Resume(NamedTuple):
     """Where a run resumes, at the checkpoint of `step` (0 is the beginning, None the newest), and with which changes."""
 
     step: int | None = None

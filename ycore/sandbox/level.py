@@ -12,10 +12,10 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from subprocess import DEVNULL
+from typing import NamedTuple
 
 from ycore.errors import ConfigError, YcoreError
 from ycore.sandbox import MIB, Confinement, Level, Limits
@@ -47,8 +47,7 @@ _BLOCKED = (
 )
 
 
-@dataclass(frozen=True)
-class LevelChoice:
+class LevelChoice(NamedTuple):
     """The level to run at, and what each stronger one answered when it was tried."""
 
     level: Level

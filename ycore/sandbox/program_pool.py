@@ -20,10 +20,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ycore.errors import RunError
 from ycore.run.reports import kill_tree
@@ -56,8 +55,7 @@ _FIXED_VARIABLES = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS":
 _FIXED_SIZE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
-@dataclass(frozen=True)
-class ScriptResult:
+class ScriptResult(NamedTuple):
     """How a script ended. `output` and `errors` are what it printed, `seconds` those of its process."""
 
     status: ProgramStatus
@@ -67,8 +65,7 @@ class ScriptResult:
     problem: str | None = None  # of an `infra_error`
 
 
-@dataclass(frozen=True)
-class UnitTestResult:
+class UnitTestResult(NamedTuple):
     """Results of a program's tests. `units` are the asserts, in order: passed, failed, or None where one did not run.
 
     `began` is `ready`, `compile_error`, `run_error` or `gone`, as far as the program itself may be believed.

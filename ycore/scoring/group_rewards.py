@@ -5,10 +5,9 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import fmean, pstdev, stdev
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.rewards.loading import reward_names
@@ -25,8 +24,7 @@ _TRL_EPSILON = 1e-4
 Rewards = Sequence[float | None]
 
 
-@dataclass(frozen=True)
-class Constraint:
+class Constraint(NamedTuple):
     """`source` is its place among the reward sources; it holds where that gives `least` or more."""
 
     source: int

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
 
 from ycore.config.schema import RewardConfig, RunConfig, Width
 from ycore.data.prompts import PromptSet
@@ -74,8 +74,7 @@ class ScorerEngines:
     max_model_len: int
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """The policy as a scorer sees it: its engines, its tokenizer, its context in tokens."""
 
     engines: Sequence[Engine]

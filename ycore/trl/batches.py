@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ MicroBatches = list[Batch]
 """TRL's split of a round: tensors by name, lists for images, and None for what the model does not take."""
 
 
-@dataclass(frozen=True)
-class RoundPosition:
+class RoundPosition(NamedTuple):
     """Where training stands between two steps."""
 
     micro_step: int  # micro-batches taken since the run began

@@ -13,7 +13,7 @@ from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, variance
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -43,8 +43,7 @@ from ycore.view.pictures import (
 )
 
 
-@dataclass(frozen=True)
-class ScoredCompletion:
+class ScoredCompletion(NamedTuple):
     """A completion, and the weighted sum of its rewards; None where one of them was not given.
 
     `turns` are the speakers and what each said, of a completion in several turns.
@@ -263,8 +262,7 @@ PARTS = (
 )
 
 
-@dataclass(frozen=True)
-class DeviceSeconds:
+class DeviceSeconds(NamedTuple):
     """Device seconds of a run, by what they went into, in the order of PARTS."""
 
     seconds: Mapping[str, float]

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from ycore_cli.options import KEYS
 
-from ycore.config.algorithms import ALGORITHMS, families, find_entry
+from ycore.config.algorithms import ALGORITHMS, ENTRIES
 from ycore.config.trl_fields import TrlField, fields_of
 
 _RUNS = {"run", "runs", "model", "replay", "teacher"}
@@ -34,10 +34,8 @@ def _offer_values(context: Any, parameter: Any, incomplete: str) -> list[str]:
 
 def _values(command_name: str, name: str) -> Sequence[str]:
     """Return the values of a parameter: of its key's type, or of TRL's field; the run folders for a RUN."""
-    import yaml
-
     from ycore.config.presets import presets
-    from ycore.config.recipe_files import list_recipes
+    from ycore.config.recipe_files import benchmarks, list_recipes
     from ycore.rewards.builtin import BUILTIN, CODE
 
     if name in _RUNS:
@@ -49,9 +47,7 @@ def _values(command_name: str, name: str) -> Sequence[str]:
     if name == "preset":
         return list(presets())
     if name == "benchmark":
-        return list(
-            yaml.safe_load(files("ycore.config").joinpath("benchmarks.yaml").read_text())
-        )
+        return list(benchmarks())
     if name == "words":
         pages = sorted(page.name for page in files("ycore_docs").iterdir())
         return [page.removesuffix(".md") for page in pages if page.endswith(".md")]
@@ -73,8 +69,7 @@ _OTHERS = {
 
 
 def _entry(command_name: str) -> Any:
-    is_entry = command_name in ALGORITHMS or command_name in families()
-    return find_entry(command_name if is_entry or command_name == "eval" else "grpo")
+    return ENTRIES.get(command_name, ENTRIES["grpo"])
 
 
 def _trl_fields(command_name: str) -> Mapping[str, TrlField]:

@@ -20,7 +20,7 @@ from ycore_cli.train import pipeline, resume, training_command
 from ycore_cli.use import chat, export, serve
 
 from ycore import __version__
-from ycore.config.algorithms import ALGORITHMS, families, load_reference
+from ycore.config.algorithms import ALGORITHMS, FAMILIES, load_reference
 from ycore.errors import Interrupted, YcoreError, must_be, nearest
 from ycore.run.files import file_problem
 from ycore.run.interrupt import keep_printing, run_command
@@ -40,7 +40,7 @@ for algorithm in ALGORITHMS.values():
     app.command(algorithm.name, cls=PanelCommand, context_settings=_ANY_TRL_FIELD)(
         training_command(algorithm)
     )
-for family in families().values():
+for family in FAMILIES.values():
     app.command(family.name, cls=PanelCommand)(load_reference(family.command))
 for name, command in {
     "resume": resume,

@@ -17,7 +17,7 @@ from ycore_cli.output import (
     stdout_for_json,
 )
 
-from ycore.config.algorithms import Algorithm, families, load_reference
+from ycore.config.algorithms import FAMILIES, Algorithm, load_reference
 from ycore.errors import ConfigError, RunFolderError
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
@@ -203,7 +203,7 @@ def train(
         raise ConfigError(
             "--accept-changes is about a run that goes on; say --resume too, or leave it out"
         )
-    family = families().get(config.algorithm)
+    family = FAMILIES.get(config.algorithm)
     with stdout_for_json(json):
         step = None
         if resume_from is not None:

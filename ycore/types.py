@@ -3,6 +3,7 @@
 Axes, as suffixes of names: `_P` prompts of a round, `_G` completions of a group, `_R` reward sources, `_T` tokens.
 """
 
+import hashlib
 import itertools
 import json
 import re
@@ -389,3 +390,9 @@ def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter  # which confined processes do not have
 
     return TypeAdapter(kind)
+
+
+def number_from(text: str, *, bits: int = 63) -> int:
+    """Return a number of at most 64 bits that looks drawn at random, the same for the same text."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - bits)

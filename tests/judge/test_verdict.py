@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -244,10 +243,10 @@ CERTAIN = {"yes": 0.0}
         (labelled(CERTAIN, code=""), "lacks the code"),
         (labelled(CERTAIN, label="yes and no"), "none of the labels"),
         (labelled(CERTAIN, label=""), "none of the labels"),
-        (replace(labelled(CERTAIN), text='{"code": "c0de", "label": "no"}'), "not those of its text"),
-        (replace(labelled(CERTAIN), tokens=labelled(CERTAIN).tokens[:10]), "not those of its text"),
+        (labelled(CERTAIN)._replace(text='{"code": "c0de", "label": "no"}'), "not those of its text"),
+        (labelled(CERTAIN)._replace(tokens=labelled(CERTAIN).tokens[:10]), "not those of its text"),
         *(
-            (replace(labelled(CERTAIN), text=text), "not a JSON object with code and label")
+            (labelled(CERTAIN)._replace(text=text), "not a JSON object with code and label")
             for text in ("", "yes", '{"code": "c0de", "label": "yes"', '{"label": "yes", "code": "c0de"}', "c0de yes",
                          'It is {"code": "c0de", "label": "yes"}', '{"code": "c0de", "code": "c0de", "label": "yes"}',
                          '{"code": "c0de", "label": "no", "label": "yes"}',

@@ -9,7 +9,6 @@ import pytest
 from simulator.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
 from simulator.speeds import Speed
 
-from ycore.errors import RunFolderError
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool
 from ycore.placement.slots import Slots
@@ -63,17 +62,6 @@ def test_the_division_of_slots_is_part_of_it(make: Callable[[], Controller]) -> 
     first.draws.cursor, first.acceptance = 7, AcceptanceRate(3.5, 5.25)
     second.restore(json.loads(json.dumps(first.state())))
     assert second.state() == first.state() and second.state()["placement"] == state
-
-
-def test_a_state_from_before_a_part_existed_is_refused(
-    make: Callable[[], Controller],
-) -> None:
-    before = make().state()
-    del before["lengths"]
-    with pytest.raises(
-        RunFolderError, match=r"and here lengths is missing.*begin with another"
-    ):
-        make().restore(before)
 
 
 def test_a_round_begins_with_what_was_restored_and_learns_from_there() -> None:

@@ -13,7 +13,7 @@ from ycore.run.claim import is_held
 from ycore.run.files import LineFollower, parse_json, read_json, read_regular, write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.run.resuming import read_label, read_round
+from ycore.run.resuming import read_round
 from ycore.view.activity import read_work
 
 
@@ -138,8 +138,6 @@ def test_a_run_that_somebody_else_wrote_is_read_in_bounds(tmp_path: Path) -> Non
         read_metrics(tmp_path / "metrics.jsonl")
     with pytest.raises(RunFolderError, match="at most"):
         read_round(tmp_path / "round-000001-rank-0.json")
-    with pytest.raises(RunFolderError, match="first line is not JSON"):
-        read_label(tmp_path / "round-000001-rank-0.json")
     assert read_work(tmp_path / "work.json") is None
 
 
@@ -163,8 +161,8 @@ def test_pipes_in_a_runs_folder_are_not_waited_for(tmp_path: Path) -> None:
         os.mkfifo(tmp_path / name)
     assert not is_held(RunFolder(tmp_path))
     assert read_work(tmp_path / "work.json") is None
-    with pytest.raises(RunFolderError, match="first line is not JSON"):
-        read_label(tmp_path / "round-000001-rank-0.json")
+    with pytest.raises(RunFolderError, match="it is a FIFO"):
+        read_round(tmp_path / "round-000001-rank-0.json")
 
 
 def test_a_line_without_end_is_left_with_all_that_follows(

@@ -9,7 +9,7 @@ from ycore.api.planning import run_length
 from ycore.api.rollout_checks import check_rollouts
 from ycore.api.run_settings import changed_settings, main_settings
 from ycore.api.shown_rows import reading_warnings, rows_read
-from ycore.config.algorithms import families, find_algorithm, load_reference
+from ycore.config.algorithms import FAMILIES, find_algorithm, load_reference
 from ycore.config.resolve import check_needs
 from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig, a_fifth
 from ycore.config.trl_arguments import derive_tune_batch, trl_arguments
@@ -180,7 +180,7 @@ def training_plan(
 ) -> dict[str, Any]:
     """Plan a training run as `checked_plan` does; UserError also where a checkpoint or journal cannot be used."""
     plan: dict[str, Any]
-    if family := families().get(config.algorithm):
+    if family := FAMILIES.get(config.algorithm):
         plan = load_reference(family.plan)(config, resume=resume, how=how)
     else:
         assert isinstance(config, RunConfig | TuneConfig)

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from ycore.api.run_settings import stored_settings
 from ycore.config.algorithms import ALGORITHMS, find_algorithm
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment, kv_cache_gib
 from ycore.errors import ConfigError, ModelError, RunError, RunFolderError
@@ -79,7 +80,7 @@ def language_model(name: str, *, best: bool = False) -> Path:
 
 def turns_before(name: str, *, system_prompt: str | None = None) -> list[dict[str, str]]:
     """Return the turns before every prompt in training: the system prompt, unless another is given, and `few_shot`."""
-    config = _settings_of(name)
+    config = stored_settings(name)
     text = config.get("system_prompt") if system_prompt is None else system_prompt or None
     system = [] if text is None else [{"role": "system", "content": text}]
     return [*system, *config.get("few_shot", [])]
@@ -87,13 +88,7 @@ def turns_before(name: str, *, system_prompt: str | None = None) -> list[dict[st
 
 def template_arguments(name: str) -> dict[str, Any]:
     """Return what the run gave its chat template in training (`chat_template_kwargs`); {} for a model without a run."""
-    return _settings_of(name).get("trl", {}).get("chat_template_kwargs") or {}
-
-
-def _settings_of(name: str) -> dict[str, Any]:
-    """Return the settings of a run; {} for any other name of a model."""
-    run = RunFolder(Path(name).expanduser())
-    return stored_config(run) if run.config.is_file() else {}
+    return stored_settings(name).get("trl", {}).get("chat_template_kwargs") or {}
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ A new algorithm costs one file in `ycore/trl` and one row here. This file import
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ycore.config.trl_fields import fields_of
@@ -79,7 +77,7 @@ class AlgorithmFamily(AlgorithmEntry):
     Its model is a folder.
 
     Its parts are references, `module:attribute`, which `load_reference` imports when they are used. A new family is a
-    module with a `FAMILY`, named in `_FAMILY_MODULES`.
+    package, and a row of `FAMILIES`.
     """
 
     run: str  # called with the run's folder in the trainer's process; `trainer.__main__.AlgorithmRun`
@@ -91,22 +89,10 @@ class AlgorithmFamily(AlgorithmEntry):
     closing_rows: str  # called with the config of a finished run
 
 
-_FAMILY_MODULES = ("ycore.flow",)
-
-
 def load_reference(reference: str) -> Any:
     """Import `module:attribute`."""
     module, _, attribute = reference.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-@cache
-def families() -> Mapping[str, AlgorithmFamily]:
-    """Import the algorithm families, by name."""
-    loaded: list[AlgorithmFamily] = [
-        load_reference(f"{module}:FAMILY") for module in _FAMILY_MODULES
-    ]
-    return MappingProxyType({family.name: family for family in loaded})
 
 
 _GRPO = Algorithm(
@@ -278,7 +264,24 @@ _ROWS = (
 _EVAL = replace(_GRPO, name="eval", config_class="ycore.config.schema:EvalConfig")
 """An evaluation samples with GRPO's settings."""
 
-ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType({row.name: row for row in _ROWS})
+ALGORITHMS: Mapping[str, Algorithm] = {row.name: row for row in _ROWS}
+
+FAMILIES: Mapping[str, AlgorithmFamily] = {
+    "flow": AlgorithmFamily(
+        name="flow",
+        config_class="ycore.flow.flow_settings:FlowConfig",
+        model="models/flow-digits",
+        dataset="prompts.jsonl",
+        reward="rewards.py:score",
+        run="ycore.flow.flow_run:FlowRun",
+        command="ycore_cli.flow:flow",
+        plan="ycore_cli.flow:flow_plan",
+        plan_rows="ycore_cli.flow:flow_plan_rows",
+        closing_rows="ycore_cli.flow:flow_closing_rows",
+    )
+}
+
+ENTRIES: Mapping[str, AlgorithmEntry] = {**ALGORITHMS, "eval": _EVAL, **FAMILIES}
 
 
 def find_algorithm(name: object) -> Algorithm:
@@ -293,16 +296,14 @@ def find_algorithm(name: object) -> Algorithm:
 
 def find_entry(name: object) -> AlgorithmEntry:
     """Return the entry of any algorithm, or of `eval`; ConfigError for an unknown one."""
-    entries: dict[str, AlgorithmEntry] = {**ALGORITHMS, "eval": _EVAL, **families()}
-    if name not in entries:
-        near = nearest(str(name), entries, limit=1)
+    if name not in ENTRIES:
+        near = nearest(str(name), ENTRIES, limit=1)
         raise ConfigError(
-            f"algorithm must be one of {', '.join(entries)}; it is {name!r}{near}"
+            f"algorithm must be one of {', '.join(ENTRIES)}; it is {name!r}{near}"
         )
-    return entries[str(name)]
+    return ENTRIES[str(name)]
 
 
 def commands_with(key: str) -> list[str]:
     """Name the algorithms whose configs have this key."""
-    entries: list[AlgorithmEntry] = [*ALGORITHMS.values(), _EVAL, *families().values()]
-    return [entry.name for entry in entries if key in entry.config.model_fields]
+    return [entry.name for entry in ENTRIES.values() if key in entry.config.model_fields]

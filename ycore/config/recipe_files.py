@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, ValidationError
 
-from ycore.config.algorithms import ALGORITHMS, families
+from ycore.config.algorithms import ALGORITHMS, FAMILIES
 from ycore.config.schema import Positive, Strict, is_one_file
 from ycore.errors import ConfigError, UserError, must_be, nearest
 from ycore.run.files import check_plain, read_regular
@@ -213,14 +213,19 @@ def _check_sweep(name: str, sweep: Sweep) -> None:
         ) from None
 
 
+def benchmarks() -> dict[str, Any]:
+    """Every benchmark by name."""
+    text = Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8")
+    rows: dict[str, Any] = yaml.safe_load(text)
+    return rows
+
+
 def load_benchmark(name: str, *, dataset: object = None) -> dict[str, Any]:
     """`title`, `source`, and under `run` the keys of its evaluation; `file` where it is fetched. ConfigError.
 
     A `dataset` that is a file takes the place of the benchmark's rows, and has no splits.
     """
-    rows = yaml.safe_load(
-        Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8")
-    )
+    rows = benchmarks()
     key = "gym:NAME" if name.startswith("gym:") and "?" not in name else name
     if key not in rows:
         way_out = "other data is evaluated with --dataset and --reward"
@@ -249,7 +254,7 @@ def _serves(wanted: str | None, command: str | None) -> bool:
         return True
     exclusive = {
         PIPELINE,
-        *families(),
+        *FAMILIES,
         *(name for name, row in ALGORITHMS.items() if row.learns_from == "examples"),
     }
     return wanted not in exclusive and command not in exclusive

@@ -1,6 +1,5 @@
 """Updates of a flow model from a round's pictures and rewards, by DiffusionNFT or by Flow-GRPO."""
 
-import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from ycore.flow.flow_math import (
 from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.sampler import FlowPolicy, Picture, Trajectories, Weights
 from ycore.scoring.group_rewards import can_teach, compared_rewards, min_stds
-from ycore.types import Group
+from ycore.types import Group, number_from
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Learner:
     def _nft(self, batch: Batch, seed: str) -> Iterator[tuple[torch.Tensor, dict[str, float]]]:
         """Yield the loss of each part of the batch, each at a time of its own, and what it adds to the metrics."""
         flow, size, device = self._config.flow, len(batch), self.policy.device
-        generator = _generator(seed)
+        generator = torch.Generator().manual_seed(number_from(f"learn {seed}"))
         times = torch.rand(size, generator=generator)
         noise = torch.randn(batch.pictures.shape, generator=generator)
         points = noised(batch.pictures, noise, times)
@@ -205,8 +204,3 @@ class Learner:
 
 def _parts(size: int, most: int) -> list[slice]:
     return [slice(start, min(size, start + most)) for start in range(0, size, most)]
-
-
-def _generator(seed: str) -> torch.Generator:
-    digest = hashlib.blake2b(f"learn {seed}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)

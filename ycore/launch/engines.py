@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ycore.config.algorithms import families
+from ycore.config.algorithms import FAMILIES
 from ycore.config.schema import BaseConfig, RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
 from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
@@ -124,7 +124,7 @@ class EnginePlan:
 
 def fetch_for_run(name: str, *, config: BaseConfig, folder: RunFolder, say: Say) -> Path:
     """Return a model's local folder. A process that makes or converts it carries the run's marker, and ends with it."""
-    if config.algorithm in families():
+    if config.algorithm in FAMILIES:
         return Path(name).expanduser()
     model = resolve_model(name, trust_remote_code=config.trust_remote_code)
     say(f"model {name}: {model.note}")

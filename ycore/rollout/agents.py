@@ -32,7 +32,7 @@ from ycore.foreign import (
 )
 from ycore.rollout.agent_host import MAX_BODY, MODEL
 from ycore.rollout.dialogue import Call, Dialogue
-from ycore.rollout.tool_pool import OutOfTime, seed_of, turns_confinement
+from ycore.rollout.tool_pool import OutOfTime, turns_confinement
 from ycore.rollout.turns import (
     CompletionBuilder,
     Generate,
@@ -46,7 +46,7 @@ from ycore.sandbox import MIB, Level
 from ycore.sandbox.confine import base_variables
 from ycore.sandbox.confined_worker import CallFailed, ConfinedWorker
 from ycore.sandbox.level import choose_level
-from ycore.types import Completion, Prompt, Score, Turn
+from ycore.types import Completion, Prompt, Score, Turn, number_from
 
 _NOT_SERVED = ("stop", "logit_bias", "functions", "function_call", "logprobs", "audio")
 _MAX_EVENT_BYTES = 3 * MAX_BODY + 4096
@@ -184,7 +184,7 @@ class AgentPool:
     ) -> AsyncIterator[RunningAgent]:
         """Run an agent for this completion; it is ended, with all that it started, when this ends."""
         row = json.dumps({**prompt.columns, "prompt": prompt.content}, default=str)
-        seed = str(seed_of(f"{self._config.seed}/{position}/{index}"))
+        seed = str(number_from(f"{self._config.seed}/{position}/{index}", bits=32))
         variables = {"YCORE_ROW": row, "YCORE_SEED": seed, "PYTHONHASHSEED": seed}
         async with self._slots:
             agent = RunningAgent(

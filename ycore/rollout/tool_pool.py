@@ -5,7 +5,6 @@ process is an answer too. The environment in such a process is lost, and its com
 """
 
 import asyncio
-import hashlib
 import itertools
 import json
 import os
@@ -39,7 +38,7 @@ from ycore.sandbox.confined_worker import (
 from ycore.sandbox.level import choose_level, require_sandbox
 from ycore.sandbox.program_pool import PROGRAM_LIMITS
 from ycore.sandbox.user_code import user_code_confinement
-from ycore.types import NO_PROMPT, Prompt, Score
+from ycore.types import NO_PROMPT, Prompt, Score, number_from
 
 T = TypeVar("T")
 
@@ -460,7 +459,7 @@ class Episode:
         return await worker.ask(
             op,
             deadline_s=min(time_left_s, self._settings.call_s),
-            seed=seed_of(f"{self._seed_key}/{self._index}/{self._num_calls}"),
+            seed=number_from(f"{self._seed_key}/{self._index}/{self._num_calls}", bits=32),
             **request,
         )
 
@@ -484,11 +483,7 @@ class Episode:
         observation: str | None = await worker.ask(
             "reset",
             deadline_s=self._settings.call_s,
-            seed=seed_of(self._seed_key),
+            seed=number_from(self._seed_key, bits=32),
             row=json.loads(json.dumps(row, default=str)),
         )
         return observation
-
-
-def seed_of(key: str) -> int:
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big")

@@ -3,7 +3,6 @@
 A completion holds a slot only while an engine writes. While tools or an environment answer, the slot is another's.
 """
 
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -13,7 +12,7 @@ from ycore.errors import ConfigError
 from ycore.rollout.dialogue import Call, Dialogue
 from ycore.rollout.tool_pool import Answer, Episode, OutOfTime, ToolPool
 from ycore.run.metrics import CountMeter, Meter
-from ycore.types import Completion, Draw, Message, Prompt, Score, Turn
+from ycore.types import Completion, Draw, Message, Prompt, Score, Turn, number_from
 
 
 class Generate(Protocol):
@@ -400,5 +399,4 @@ def completion_seed(run_seed: int, position: int, index: int, turn: int = 0) -> 
         turn: that of the policy's turn in the completion.
     """
     key = f"{run_seed}/{position}/{index}" + (f"/{turn}" if turn else "")
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return number_from(key)

@@ -4,7 +4,6 @@ DAPO (arXiv 2503.14476, section 3.2) writes a group first and then finds out tha
 comes up less often afterwards. Every rank has the same memory, so a position gives the same prompt whoever draws it.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, Self
 from ycore.config.schema import RunConfig
 from ycore.errors import DataError
 from ycore.scoring.group_rewards import TOLERANCE
-from ycore.types import Prompt
+from ycore.types import Prompt, number_from
 
 _MEMORY = 0.5  # weight that a group keeps when the prompt's next one comes
 _PRIOR = 0.1  # groups that the first guess of a prompt counts for
@@ -68,7 +67,6 @@ class Curriculum:
         self._least = least
         self._seen: dict[int, _Seen] = {}
         self._best = float("-inf")
-        self._last_round: list[GroupLearned] = []
 
     @classmethod
     def of(cls, config: RunConfig, prompts: Sequence[Prompt]) -> Self | None:
@@ -89,9 +87,7 @@ class Curriculum:
 
     def takes(self, position: int, row: int) -> bool:
         """Whether this row is drawn at this position; the same on every rank, and again after a resume."""
-        key = f"curriculum/{self._seed}/{position}".encode()
-        drawn = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
-        return drawn < self.weight(row)
+        return number_from(f"curriculum/{self._seed}/{position}") / 2**63 < self.weight(row)
 
     def weight(self, row: int) -> float:
         """The share of its positions at which this row is drawn."""
@@ -103,9 +99,9 @@ class Curriculum:
 
     def learn(self, groups: Iterable[GroupLearned]) -> None:
         """Learn from the groups that the ranks wrote in a round, in an order that all ranks share."""
-        self._last_round = list(groups)
-        self._best = max([self._best, *(reward for _, _, reward in self._last_round)])
-        for row, chance, reward in self._last_round:
+        learned = list(groups)
+        self._best = max([self._best, *(reward for _, _, reward in learned)])
+        for row, chance, reward in learned:
             seen = self._seen.setdefault(row, _Seen())
             seen.taught = seen.taught * _MEMORY + chance
             seen.groups = seen.groups * _MEMORY + 1
@@ -118,10 +114,6 @@ class Curriculum:
     def num_dropped(self) -> int:
         return sum(0 < self._drop_after <= seen.solved for seen in self._seen.values())
 
-    def round_state_dict(self) -> dict[str, Any]:
-        """Return what the last round added."""
-        return {"learned": [list(observation) for observation in self._last_round]}
-
     def state_dict(self) -> dict[str, Any]:
         rows = [
             [row, seen.taught, seen.groups, seen.solved] for row, seen in self._seen.items()
@@ -129,14 +121,7 @@ class Curriculum:
         return {"rows": rows, "best": self._best if rows else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a `state_dict`, or add a `round_state_dict`."""
-        if "learned" in state:
-            self.learn((int(row), chance, reward) for row, chance, reward in state["learned"])
-            return
-        self._seen = {
-            int(row): _Seen(taught, groups, solved)
-            for row, taught, groups, solved in state["rows"]
-        }
+        self._seen = {row: _Seen(*seen) for row, *seen in state["rows"]}
         self._best = float("-inf") if state["best"] is None else state["best"]
 
 

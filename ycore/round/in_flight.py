@@ -6,7 +6,6 @@ together are one behavior policy (arXiv 2505.24298, proposition 1).
 """
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ from ycore.types import (
     Finished,
     Group,
     from_json,
+    number_from,
     to_json,
 )
 
@@ -179,5 +179,4 @@ def _seed_after(seed: int, num_tokens: int) -> int:
     """Return the seed of the request that goes on after so many tokens."""
     if num_tokens == 0:
         return seed
-    digest = hashlib.blake2b(f"{seed}/{num_tokens}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return number_from(f"{seed}/{num_tokens}")

@@ -24,7 +24,6 @@ from ycore.run.resuming import (
     check_replay,
     damaged_round,
     drop_rounds,
-    read_label,
     read_round,
     round_file,
     write_round,
@@ -43,42 +42,25 @@ class CheckpointPart(NamedTuple):
     """Returns the states for this number of ranks, from the states of all ranks before."""
 
 
-def states_of(controller: Any, *, of_round: bool = False) -> dict[str, Any]:
-    """Return the state of every part; with `of_round` only what the last round added where a part tells it."""
-    states = {}
-    for name, part in PARTS.items():
-        owner = part.of(controller)
-        method = (
-            "round_state_dict"
-            if of_round and hasattr(owner, "round_state_dict")
-            else "state_dict"
-        )
-        states[name] = None if owner is None else getattr(owner, method)()
-    return states
+def states_of(controller: Any) -> dict[str, Any]:
+    """Return the state of every part; None for one that the run does not have."""
+    owners = {name: part.of(controller) for name, part in PARTS.items()}
+    return {
+        name: None if owner is None else owner.state_dict() for name, owner in owners.items()
+    }
 
 
 def load_states(controller: Any, states: State) -> None:
-    """Load the state of every part; RunFolderError where that of one was not saved."""
     for name, part in PARTS.items():
-        state, owner = state_of(states, name), part.of(controller)
-        if owner is not None and state is not None:
-            owner.load_state_dict(state)
-
-
-def state_of(states: State, name: str) -> Any:
-    """Return the state of a part; RunFolderError where it was not saved, because ycore did not have the part then."""
-    if name not in states:
-        raise RunFolderError(
-            f"a checkpoint and a round hold the state of {', '.join(PARTS)}, and here {name} is missing, which an "
-            "earlier ycore did not save; go on with the version of ycore in run.json, or begin with another --output"
-        )
-    return states[name]
+        owner = part.of(controller)
+        if owner is not None and states[name] is not None:
+            owner.load_state_dict(states[name])
 
 
 def reshard_states(states: Sequence[State], *, world: int) -> list[dict[str, Any]]:
     """Return the states for `world` ranks, from those of all ranks before them, in order."""
     parts = {
-        name: part.reshard([state_of(state, name) for state in states], world)
+        name: part.reshard([state[name] for state in states], world)
         for name, part in PARTS.items()
     }
     return [{name: of_ranks[rank] for name, of_ranks in parts.items()} for rank in range(world)]
@@ -204,12 +186,9 @@ class Journal:
         first = round_file(self._folder, step, 0)
         if not first.is_file():
             return None
-        world = read_label(first)["world"]
+        _, content = read_round(first)
+        world: int = content["world"]
         is_whole = all(round_file(self._folder, step, rank).is_file() for rank in range(world))
-        if not is_whole:
-            self._part(
-                step, 0, world
-            )  # an error where it is the number of ranks that is damaged
         return world if is_whole else None
 
     def commit(
@@ -336,5 +315,5 @@ class ReplayedRounds:
                 f"{num_groups} of {self._group_size}; leave --prompts-per-step and --group-size as they were"
             )
         record_metrics(committed, self._record)
-        self.constraint_weights = state_of(committed.state, "constraints")
+        self.constraint_weights = committed.state["constraints"]
         return groups

@@ -10,8 +10,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -41,8 +41,7 @@ class GroupSummary:
         return self.rank, self.index
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(NamedTuple):
     """A round over all ranks: groups that count towards the need, groups in flight, groups drawn so far."""
 
     kept: int
@@ -140,13 +139,8 @@ class Peers:
 
     def gather_summaries(self, summaries: Sequence[GroupSummary]) -> list[GroupSummary]:
         """Every rank's summaries; all ranks get the same list."""
-        rows = [[s.index, s.position, s.cost, s.teaches, s.stats] for s in summaries]
-        tables = self._gather("dealing out a round", rows)
-        return [
-            GroupSummary(rank, index, position, cost, teaches, tuple(stats) if stats else None)
-            for rank, rows in enumerate(tables)
-            for index, position, cost, teaches, stats in rows
-        ]
+        tables = self._gather("dealing out a round", list(map(astuple, summaries)))
+        return [GroupSummary(*row) for rows in tables for row in rows]
 
     def exchange(
         self, moves: Sequence[tuple[GroupSummary, int]], groups: Sequence[Group]

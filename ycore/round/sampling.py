@@ -80,7 +80,6 @@ class ExpectedLengths:
     def __init__(self) -> None:
         self._of: dict[int, float] = {}
         self._mean = 0.0
-        self._last_round: list[tuple[int, float]] = []
 
     def of(self, row: int) -> float:
         """Return the row's expected cost; the mean of all rows for a new prompt."""
@@ -88,26 +87,17 @@ class ExpectedLengths:
 
     def learn(self, costs: Iterable[tuple[int, float]]) -> None:
         """Learn from the row and the cost of each group of a round."""
-        self._last_round = list(costs)
-        for row, cost in self._last_round:
+        for row, cost in costs:
             before = self._of.get(row, cost)
             self._of[row] = before + (1 - self._MEMORY) * (cost - before)
         self._mean = fmean(self._of.values()) if self._of else 0.0
 
-    def round_state_dict(self) -> dict[str, Any]:
-        """Return what the last round added."""
-        return {"learned": [list(observation) for observation in self._last_round]}
+    def state_dict(self) -> list[Any]:
+        return [list(row_and_cost) for row_and_cost in self._of.items()]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": [list(row_and_cost) for row_and_cost in self._of.items()]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a `state_dict`, or add a `round_state_dict`."""
-        if "learned" in state:
-            self.learn((int(row), cost) for row, cost in state["learned"])
-        else:
-            self._of = {int(row): cost for row, cost in state["rows"]}
-            self.learn(())  # their mean
+    def load_state_dict(self, state: Sequence[Any]) -> None:
+        self._of = dict(state)
+        self.learn(())  # their mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -526,7 +526,7 @@ class Controller:
         )
         metrics = self._metrics
         self._metrics = {}
-        state = states_of(self, of_round=True)
+        state = states_of(self)
         if self._journal is not None:
             self._journal.commit(step, groups, state, metrics)
         return Committed(groups, state, metrics, dict(self.meter.problems))

@@ -4,7 +4,6 @@ journal/round-000007-rank-0.json    two lines of JSON: a header with the sha256 
 """
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,13 +33,12 @@ from ycore.run.claim import (
     in_words,
     write_description,
 )
-from ycore.run.files import check_regular, read_regular, seal, sync, unseal, write_bytes_atomic
+from ycore.run.files import read_regular, seal, sync, unseal, write_bytes_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.text import Say
 
 _ROUND_SCHEMA = 1
 _MAX_ROUND_BYTES = 2**33
-_MAX_LABEL_BYTES = 2**16
 _ROUND_NAME = re.compile(r"round-(\d+)-rank-(\d+)\.json")
 
 
@@ -65,21 +63,6 @@ def read_round(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return unseal(read_regular(path, max_bytes=_MAX_ROUND_BYTES), schema=_ROUND_SCHEMA)
     except ValueError as problem:
         raise damaged_round(path, str(problem)) from None
-
-
-def read_label(path: Path) -> dict[str, Any]:
-    """Return the header alone, unverified; RunFolderError where it is none."""
-    try:
-        check_regular(path)
-        with path.open("rb") as file:
-            line = file.readline(_MAX_LABEL_BYTES)
-        label: dict[str, Any] = json.loads(line)
-        is_label = int(label["world"]) > 0
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise damaged_round(path, "its first line is not JSON") from None
-    if not is_label:
-        raise damaged_round(path, "its first line has no number of ranks")
-    return label
 
 
 def damaged_round(path: Path, problem: str) -> RunFolderError:
@@ -275,7 +258,8 @@ def _world_before(folder: RunFolder, newest: Path | None) -> int | None:
     if newest is not None:
         return read_checkpoint_manifest(newest).world
     with contextlib.suppress(RunFolderError, FileNotFoundError):
-        return int(read_label(round_file(folder.journal, 0, 0))["world"])
+        _, content = read_round(round_file(folder.journal, 0, 0))
+        return int(content["world"])
     return None
 
 

@@ -65,7 +65,7 @@ from ycore.scoring.scoring import (
     plan_served_model,
     text_of,
 )
-from ycore.types import Completion, Prompt, Score
+from ycore.types import Completion, Prompt, Score, number_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -267,7 +267,9 @@ class JudgeScorer(Scorer):
     async def _rank(self, group: PendingGroup) -> list[Score]:
         completions = await group.all()
         key = self._key(group, *completions)
-        orders = shuffled_orders(len(completions), self.judge.orders, seed=_seed_of(key))
+        orders = shuffled_orders(
+            len(completions), self.judge.orders, seed=number_from(key, bits=31)
+        )
         rankings = [
             self._ranking(group, [completions[index] for index in order], key=f"{key}/{number}")
             for number, order in enumerate(orders)
@@ -309,7 +311,7 @@ class JudgeScorer(Scorer):
     async def _ask(
         self, question: Question, group: PendingGroup, *, key: str, attempt: int
     ) -> Reply:
-        seed = _seed_of(f"{key}/{attempt}")
+        seed = number_from(f"{key}/{attempt}", bits=31)
         async with group.turn(JUDGE, at_address=self.judge.base_url is not None) as slot:
             engine = slot.pick(self.engines)
             with self.meter.timed():
@@ -450,8 +452,3 @@ def agreement(judge: Judge, key: str, text: str) -> float:
     share = judge.fraction(read_value(judge, Reply(text), code=verdict_code(key)))
     share = share if shows_chosen_first(key) else 1 - share
     return float(share > 0.5) if share != 0.5 else 0.5
-
-
-def _seed_of(key: str) -> int:
-    """Return a seed of 31 bits."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1

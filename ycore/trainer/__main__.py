@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event
 from typing import Protocol
 
-from ycore.config.algorithms import families, find_algorithm, load_reference
+from ycore.config.algorithms import FAMILIES, find_algorithm, load_reference
 from ycore.errors import Interrupted, PeerError, YcoreError
 from ycore.run.files import as_run_error, read_json
 from ycore.run.interrupt import keep_printing, on_stop
@@ -47,8 +47,8 @@ class AlgorithmRun(Protocol):
 def open_run(root: Path) -> AlgorithmRun:
     """The run of a folder as the launcher left it."""
     algorithm = read_json(RunFolder(root).config)["config"]["algorithm"]
-    if algorithm in families():
-        run: AlgorithmRun = load_reference(families()[algorithm].run)(root)
+    if algorithm in FAMILIES:
+        run: AlgorithmRun = load_reference(FAMILIES[algorithm].run)(root)
         return run
     if find_algorithm(algorithm).learns_from == "examples":
         from ycore.trainer.example_run import ExampleRun

@@ -1,6 +1,5 @@
 """A round as TRL sees it: flat sequences and their micro-batches."""
 
-import hashlib
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ycore.types import Group, Image, Prompt, Score, in_blocks
+from ycore.types import Group, Prompt, Score, in_blocks, number_from
 
 Batch = dict[str, Any]
 """A batch of TRL's: tensors with a row for each sequence, and numbers, by TRL's names and ycore's."""
@@ -46,7 +45,7 @@ class FlatSequence:
     teacher_logps: list[tuple[float, ...] | None]  # of the tokens, one per source
     greedy_rewards: list[float]
     versions: tuple[tuple[int, int], ...]  # (end, version) of its parts
-    images_hash: int = 0  # 0 without images
+    images_hash: int = 0
 
 
 def flatten(
@@ -62,7 +61,7 @@ def flatten(
 def _flatten_group(group: Group, open_image: Callable[[str], Any] | None) -> list[FlatSequence]:
     prompt = group.draw.prompt
     row = _row(prompt, open_image)
-    images_hash = _hash_of(prompt.images)
+    images_hash = number_from("".join(image.sha256 for image in prompt.images))
     greedy_rewards = _values(group.greedy_scores_R or ())
     sequences = []
     for completion, scores in zip(group.completions, group.scores_GR, strict=True):
@@ -97,14 +96,6 @@ def _row(prompt: Prompt, open_image: Callable[[str], Any] | None) -> dict[str, A
     if prompt.images:
         row["prompt"] = in_blocks(prompt.content)
     return row
-
-
-def _hash_of(images: Sequence[Image]) -> int:
-    """A number below 2**63, so that a tensor can hold it; 0 without images."""
-    if not images:
-        return 0
-    names = "".join(image.sha256 for image in images)
-    return int.from_bytes(hashlib.sha256(names.encode()).digest()[:8]) >> 1
 
 
 def _values(scores: Sequence[Score]) -> list[float]:

@@ -4,7 +4,6 @@ TRL builds the batch, computes advantages and losses, and trains. ycore makes th
 and scores completions with one packed forward.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -49,7 +48,7 @@ from ycore.trl.forward import (
 from ycore.trl.importance import absolute_gap, importance_ratio, stand_in
 from ycore.trl.offload import Offload
 from ycore.trl.packing import packs_pictures, path_of, use_segments
-from ycore.types import Group
+from ycore.types import Group, number_from
 
 
 class RoundSource(Protocol):
@@ -372,10 +371,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         """
         step = self.state.global_step
         rank = self.accelerator.process_index
-        identity = f"{use}/{self.args.seed}/{step}/{rank}"
-        set_seed(
-            int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest(), "big")
-        )
+        set_seed(number_from(f"{use}/{self.args.seed}/{step}/{rank}", bits=32))
 
     def _dealt(self, batch: Batch) -> Batch:
         """The batch in the order of its micro-batches."""

@@ -71,7 +71,7 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     """Plan the run as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.flow.flow_inputs import flow_model, load_conditions
     from ycore.flow.flow_settings import IMAGES
-    from ycore.judge.sources import check_picture_judges, is_judge
+    from ycore.judge.sources import JUDGE_PREFIX, check_picture_judges
     from ycore.rewards.worker_client import check_reward
     from ycore.run.claim import check_claim, contents_of
     from ycore.run.resuming import check_began_with
@@ -83,7 +83,7 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     columns = [*prompts.columns, IMAGES]
     check_picture_judges(config, prompts.columns)
     for reward in (*config.rewards, *config.eval_rewards):
-        if not is_judge(reward):
+        if reward.kind != JUDGE_PREFIX:
             check_reward(
                 reward,
                 columns,

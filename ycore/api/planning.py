@@ -13,7 +13,7 @@ from ycore.config.resolve import require_rollouts, resolve
 from ycore.config.schema import BaseConfig, RewardConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import BatchPlan, TuneBatch
 from ycore.errors import ConfigError
-from ycore.judge.sources import is_judge, with_declarations
+from ycore.judge.sources import JUDGE_PREFIX, with_declarations
 from ycore.launch import device_memory, engines, machine_checks
 from ycore.launch.device_memory import rank_strategy
 from ycore.launch.layout import Machine, Site, visible_gpus
@@ -249,7 +249,8 @@ def _with_judge(config: RunConfig, judge: str | None) -> RunConfig:
     rewards = list(config.rewards)
     if judge is not None:
         first = next(
-            (number for number, reward in enumerate(rewards) if is_judge(reward)), None
+            (number for number, reward in enumerate(rewards) if reward.kind == JUDGE_PREFIX),
+            None,
         )
         if first is None:
             first, rewards = 0, [RewardConfig(reward="judge:cheerful")]

@@ -20,7 +20,7 @@ from ycore.models.names import (
     require_sight,
     sighted_family,
 )
-from ycore.rewards.builtin import is_environment, is_reference
+from ycore.rewards.builtin import ENVIRONMENT, REFERENCE
 from ycore.sandbox.level import choose_level
 from ycore.scoring.scorers import (
     check_images,
@@ -128,13 +128,13 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> bool:
     Return whether tools are called in the policy's text; for an agent, whose tools are not known yet, False.
     """
     acts = bool(config.env) or config.agent is not None
-    if any(is_environment(reward) for reward in config.rewards) and not acts:
+    if any(reward.kind == ENVIRONMENT for reward in config.rewards) and not acts:
         raise RewardError(
             "the reward 'environment' is what an environment pays, and the run has none; say --env"
         )
     if not config.has_turns:
         return False
-    if any(is_reference(reward) for reward in config.rewards):
+    if any(reward.kind == REFERENCE for reward in config.rewards):
         raise RewardError(
             "reference_probability reads one turn; take another reward, or leave out --tools, --env and --agent"
         )
@@ -151,7 +151,7 @@ def _check_environments(config: RunConfig, model: ModelPlan) -> bool:
     from ycore.rollout.tool_pool import describe_tools
 
     described = describe_tools(config, run_folder=Path(config.output))
-    from_environment = [is_environment(reward) for reward in config.rewards]
+    from_environment = [reward.kind == ENVIRONMENT for reward in config.rewards]
     some_pay = any(environment.pays for environment in described.values())
     for name, environment in described.items():
         # Where some environments pay, another reward may score the completions of the rest, as in TRL.

@@ -69,8 +69,8 @@ def checked_plan(
     check_needs(config)
     check_claim(site.folder, config, resume=resume, resume_options=how)
     contents = None
-    if model.ready and model.folder is not None and (resume or site.layout.num_machines > 1):
-        contents = contents_of(rows.identity, model.folder, config.code_files)
+    if model.ready_folder is not None and (resume or site.layout.num_machines > 1):
+        contents = contents_of(rows.identity, model.ready_folder, config.code_files)
     if resume and not how.accept_changes:
         check_began_with(site.folder, contents)
     if isinstance(config, RunConfig) and config.own_functions:

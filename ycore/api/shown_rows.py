@@ -139,8 +139,8 @@ class _RowWriter:
 
     def __init__(self, model: ModelPlan, arguments: Mapping[str, Any]) -> None:
         self.lost: set[str] = set()
-        is_here = model.folder is not None and model.ready
-        self._template = ChatTemplate.of(model.folder) if is_here and model.folder else None
+        folder = model.ready_folder
+        self._template = ChatTemplate.of(folder) if folder is not None else None
         self._arguments = arguments
         self._name = model.name
 

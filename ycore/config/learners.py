@@ -281,7 +281,7 @@ class DistillConfig(AdvantageConfig):
             raise ConfigError(
                 f"ycore distill calls no functions of your own; leave {named} out, or take ycore grpo"
             )
-        teachers = [reward for reward in self.rewards if reward.reward.startswith(TEACHER)]
+        teachers = [reward for reward in self.rewards if reward.kind == TEACHER]
         if not teachers:
             raise ConfigError(
                 "ycore distill needs a teacher; say --teacher MODEL, a folder, a hub id or a run's folder"
@@ -304,9 +304,7 @@ class DistillConfig(AdvantageConfig):
                 f"ycore distill compares rewards within groups, which --advantage {self.advantage} does not"
             )
         compared = [
-            reward.reward
-            for reward in self.rewards
-            if not reward.reward.startswith(TEACHER) and reward.weight
+            reward.reward for reward in self.rewards if reward.kind != TEACHER and reward.weight
         ]
         if self.group_size == 1 and compared and self.advantage not in UNGROUPED_ADVANTAGES:
             raise ConfigError(
@@ -359,7 +357,7 @@ class OnlineDPOConfig(RunConfig):
 
 
 def refuse_teachers(config: RunConfig) -> None:
-    if any(reward.reward.startswith(TEACHER) for reward in config.rewards):
+    if any(reward.kind == TEACHER for reward in config.rewards):
         raise ConfigError(
             f"a teacher is of ycore distill, and this is {config.algorithm}; take ycore distill"
         )

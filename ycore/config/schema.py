@@ -121,6 +121,12 @@ class RewardConfig(Strict):
             return {"weight": 0.0, **keys}
         return keys
 
+    @property
+    def kind(self) -> str:
+        """Return what comes before its name, as `judge:` or `file.py:`; of a built-in reward the name."""
+        place, colon, _ = self.reward.partition(":")
+        return place + colon
+
 
 class ConstraintSettings(Strict):
     """How the rewards that are constraints act (CGPO, arXiv 2409.20370)."""
@@ -635,7 +641,7 @@ class RunConfig(ScoredConfig, RowSettings):
                     )
 
     def _check_policy_as_judge(self) -> None:
-        judges = [reward.reward for reward in self.rewards if reward.reward.startswith(AGREES)]
+        judges = [reward.reward for reward in self.rewards if reward.kind == AGREES]
         if judges and self.mixture:
             raise ConfigError(f"{judges[0]} reads pairs of one dataset; give one --dataset")
         if len(judges) > 1:
@@ -736,7 +742,7 @@ class EvalConfig(RunConfig):
             )
         for reward in self.rewards:
             is_of_policy = reward.reward in ("reference_probability", "environment")
-            if is_of_policy or reward.reward.startswith((TEACHER, AGREES)):
+            if is_of_policy or reward.kind in (TEACHER, AGREES):
                 raise ConfigError(
                     f"--pairs has no policy that writes, and {reward.reward} is of one; "
                     "give judge:FILE.yaml, rm:MODEL or a function"

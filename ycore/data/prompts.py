@@ -76,7 +76,7 @@ def load_prompts(
     else:
         table = Table("no dataset", [{}], ())
     table = renamed(table, config.columns)
-    if config.given_pairs or any(reward.reward.startswith(AGREES) for reward in config.rewards):
+    if config.given_pairs or any(reward.kind == AGREES for reward in config.rewards):
         table = pair_table(table, config.prompt_column, as_chat=as_chat)
     return to_prompts(table, config, as_chat=as_chat, store=store)
 

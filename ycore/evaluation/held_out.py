@@ -241,7 +241,7 @@ def check_evaluation(config: RunConfig) -> None:
     }
     _check_options(config, settings, more, "name them, e.g. --eval-dataset test.jsonl")
     for spec in config.eval_rewards:
-        if spec.reward.startswith(("judge:", "rm:", "teacher:")) and spec not in config.rewards:
+        if spec.kind in ("judge:", "rm:", "teacher:") and spec not in config.rewards:
             raise ConfigError(
                 f"eval_rewards has {spec.reward}, and only models of the run's own rewards are served; "
                 "give it as a reward too, with weight 0 if it is not to train"

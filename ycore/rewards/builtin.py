@@ -389,18 +389,6 @@ class Reference(Strict):
     bridge: str = "\nAnswer: "
 
 
-def is_reference(spec: RewardConfig) -> bool:
-    return spec.reward == REFERENCE
-
-
-def is_environment(spec: RewardConfig) -> bool:
-    return spec.reward == ENVIRONMENT
-
-
-def is_code(spec: RewardConfig) -> bool:
-    return spec.reward == CODE
-
-
 def settings_of(spec: RewardConfig, model: type[_Settings]) -> _Settings:
     """Return the settings in a reward's `args`; RewardError where one is unknown or of the wrong type."""
     try:

@@ -32,7 +32,6 @@ from ycore.judge.question import (
 )
 from ycore.judge.sources import (
     JUDGE_PREFIX,
-    is_agreement,
     judge_of,
     model_name,
     require_columns,
@@ -409,7 +408,7 @@ def judge_questions(
 
     Special tokens of the policy's tokenizer are broken up in the pairs, as in `Questioner`.
     """
-    spec = next(filter(is_agreement, config.rewards))
+    spec = next(spec for spec in config.rewards if spec.kind == AGREES)
     judge = agreement_of(spec)
     if not {"chosen", "rejected"} <= set(pairs.columns):
         raise ConfigError(

@@ -18,9 +18,9 @@ from ycore.judge.question import break_special_tokens, special_tokens
 from ycore.judge.sources import (
     RewardModel,
     Teacher,
-    is_teacher,
     reward_model_of,
     teacher_of,
+    teachers_of,
 )
 from ycore.models.names import read_settings, resolve_model
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
@@ -266,8 +266,8 @@ class TeacherScorer(Scorer):
                     f"at {teacher.base_url}; leave distill.divergence out, or base_url"
                 )
             key_header(teacher, name=label)
-            if policy.ready and policy.folder is not None:
-                check_tokens_at(policy.folder, teacher)
+            if policy.ready_folder is not None:
+                check_tokens_at(policy.ready_folder, teacher)
             return [f"{label}: at {teacher.address_line}, the probability of each token"]
         plan = plan_served_model(
             label,
@@ -276,13 +276,8 @@ class TeacherScorer(Scorer):
             engine=VLLM if config.teaches_exactly else engine,
             way_out="install vLLM, or hold it in the trainer: --set distill.divergence=reverse-kl",
         )
-        if (
-            plan.ready
-            and plan.folder is not None
-            and policy.ready
-            and policy.folder is not None
-        ):
-            check_same_tokens(policy.folder, plan.folder, name=teacher.model)
+        if plan.ready_folder is not None and policy.ready_folder is not None:
+            check_same_tokens(policy.ready_folder, plan.ready_folder, name=teacher.model)
         if config.teaches_exactly:
             return [f"{label}: {plan.note}, {config.teacher_divergence}, exact, in the trainer"]
         return [f"{label}: {plan.note}, the probability of each token"]
@@ -361,7 +356,7 @@ class TrainerTeacherScorer(Scorer):
 
 def check_teachers(config: RunConfig, policy: Path, fetch: Callable[[str], Path]) -> None:
     """ConfigError where a teacher has another tokenizer than the policy. `fetch` makes a model's name its folder."""
-    for teacher in map(teacher_of, filter(is_teacher, config.rewards)):
+    for teacher in teachers_of(config):
         if teacher.base_url is None:
             check_same_tokens(policy, fetch(teacher.model), name=teacher.model)
         else:

@@ -1,16 +1,16 @@
 """The classes that score a run's rewards, and the scoring of a run built from its config."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ycore.config.algorithms import load_reference
-from ycore.config.schema import RewardConfig, RunConfig, ScoredConfig
+from ycore.config.schema import AGREES, TEACHER, RewardConfig, RunConfig, ScoredConfig
 from ycore.data.prompts import PromptSet
 from ycore.engine.kinds import EngineKind
 from ycore.errors import ConfigError, RewardError
-from ycore.judge.sources import is_agreement, is_judge, is_reward_model, is_teacher, teacher_of
+from ycore.judge.sources import JUDGE_PREFIX, REWARD_MODEL_PREFIX, teachers_of
 from ycore.placement.placement import JUDGE, ROLLOUT, check_placement, in_order, parse_placement
-from ycore.rewards.builtin import is_code, is_environment, is_reference
+from ycore.rewards.builtin import CODE, ENVIRONMENT, REFERENCE
 from ycore.rewards.loading import reward_names
 from ycore.run.images import ImageStore
 from ycore.run.metrics import Meter
@@ -24,41 +24,40 @@ from ycore.scoring.scoring import (
     ServedModel,
 )
 
-SCORERS: dict[Callable[[RewardConfig], bool], str] = {
-    is_judge: "ycore.scoring.judge_scorer:JudgeScorer",
-    is_agreement: "ycore.scoring.judge_scorer:AgreementScorer",
-    is_reward_model: "ycore.scoring.model_scorers:RewardModelScorer",
-    is_teacher: "ycore.scoring.model_scorers:TeacherScorer",
-    is_reference: "ycore.scoring.model_scorers:ReferenceScorer",
-    is_environment: "ycore.scoring.model_scorers:EnvironmentScorer",
-    is_code: "ycore.scoring.code_scorer:CodeScorer",
+SCORERS: Mapping[str, str] = {
+    JUDGE_PREFIX: "ycore.scoring.judge_scorer:JudgeScorer",
+    AGREES: "ycore.scoring.judge_scorer:AgreementScorer",
+    REWARD_MODEL_PREFIX: "ycore.scoring.model_scorers:RewardModelScorer",
+    TEACHER: "ycore.scoring.model_scorers:TeacherScorer",
+    REFERENCE: "ycore.scoring.model_scorers:ReferenceScorer",
+    ENVIRONMENT: "ycore.scoring.model_scorers:EnvironmentScorer",
+    CODE: "ycore.scoring.code_scorer:CodeScorer",
 }
-"""The rewards that are no functions in worker processes; a class is imported for a run that has such a reward."""
+"""The kinds of rewards that are no functions in worker processes; a class is imported for a run that has such a reward."""
 
 
 def scorer_class(spec: RewardConfig) -> type[Scorer]:
     """Import the class that scores the reward."""
-    references = (reference for handles, reference in SCORERS.items() if handles(spec))
     scorer: type[Scorer] = load_reference(
-        next(references, "ycore.scoring.reward_pool:RuleScorer")
+        SCORERS.get(spec.kind, "ycore.scoring.reward_pool:RuleScorer")
     )
     return scorer
 
 
 def is_rule(spec: RewardConfig) -> bool:
     """Return whether the reward is a plain function, for the worker processes."""
-    return not any(handles(spec) for handles in SCORERS)
+    return spec.kind not in SCORERS
 
 
 def runs_unknown_code(config: ScoredConfig) -> bool:
     """Return whether a reward runs code that ycore did not bring: a function of the user's, or what the policy wrote."""
     return any(
-        is_code(spec) or (is_rule(spec) and ":" in spec.reward) for spec in config.rewards
+        spec.kind == CODE or (is_rule(spec) and ":" in spec.reward) for spec in config.rewards
     )
 
 
 def trains_a_judge(config: RunConfig) -> bool:
-    return any(map(is_agreement, config.rewards))
+    return any(spec.kind == AGREES for spec in config.rewards)
 
 
 def served_models(config: RunConfig) -> list[ServedModel]:
@@ -90,7 +89,7 @@ def own_teachers(config: RunConfig) -> list[str]:
     """Return the teachers that every rank of the trainer holds itself."""
     if not config.teaches_exactly:
         return []
-    return [teacher_of(spec).model for spec in config.rewards if is_teacher(spec)]
+    return [teacher.model for teacher in teachers_of(config)]
 
 
 def check_run_placement(

@@ -24,8 +24,9 @@ from trl import GRPOConfig
 
 from ycore.advantages import ESTIMATORS
 from ycore.config.learners import DistillConfig, DistillSettings
+from ycore.config.schema import TEACHER
 from ycore.errors import ConfigError
-from ycore.judge.sources import is_teacher, teacher_of
+from ycore.judge.sources import teachers_of
 from ycore.models.fetch import fetch_named
 from ycore.trl.batches import Batch, loss_mask
 from ycore.trl.forward import Compare, PaddedRows, has_plain_logits, packed_scores, score_tokens
@@ -65,13 +66,13 @@ class Trainer(PolicyGradientTrainer):
     def settings_of(cls, config: DistillConfig, model: Path) -> dict[str, Any]:
         """Also which sources are teachers, and the folders of those that the trainer holds."""
         rewards = enumerate(config.rewards)
-        teachers = [source for source, spec in rewards if is_teacher(spec)]
+        teachers = [source for source, spec in rewards if spec.kind == TEACHER]
         settings = {**super().settings_of(config, model), "teachers": teachers}
         if config.teaches_exactly:  # the launcher has fetched the models
-            names = [teacher_of(config.rewards[source]).model for source in teachers]
             settings["exact"] = config.distill
             settings["folders"] = [
-                fetch_named(name, trust_remote_code=config.trust_remote_code) for name in names
+                fetch_named(teacher.model, trust_remote_code=config.trust_remote_code)
+                for teacher in teachers_of(config)
             ]
         return settings
 

@@ -38,7 +38,6 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
         "ycore/kept": ("share", "completions that `--keep` keeps ([own-functions.md](own-functions.md))"),
         "ycore/masked": ("completions", "completions that no reward could score"),
         "ycore/reward_problems": ("counts", "why, by reward"),
-        "ycore/foreign_texts_changed": ("texts", "texts of tools, environments, agents and judges that were no whole Unicode or too long, and were made so"),
         "ycore/reward_restarts": ("workers", "reward workers that hung or ended in the step, and were started again"),
         "ycore/sandbox_level": ("level", "what confines reward functions: 2 is `namespaces`, 1 `landlock`, 0 `none` ([sandbox.md](sandbox.md))"),
         "ycore/violations/NAME": ("share", "completions that broke this constraint ([algorithms.md](algorithms.md#constraints))"),

@@ -18,29 +18,14 @@ class ForeignRefused(ValueError):
     """A foreign value that cannot be let in; the message says why in a few words."""
 
 
-class TextMeter:
-    """Counts the texts that the gate changed in this process."""
-
-    num_changed = 0
-
-    def take(self) -> int:
-        """Return the count since the last call."""
-        taken, self.num_changed = self.num_changed, 0
-        return taken
-
-
-CHANGED_TEXTS = TextMeter()
-
-
 def foreign_text(text: str, *, max_characters: int | None = None) -> str:
     """Return the text as valid Unicode, cut to `max_characters`: halves of characters become U+FFFD."""
-    admitted = text[:max_characters]
+    text = text[:max_characters]
     try:
-        admitted.encode()
+        text.encode()
     except UnicodeEncodeError:  # two halves that belong together are one character
-        admitted = admitted.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    CHANGED_TEXTS.num_changed += admitted != text
-    return admitted
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def foreign_value(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:

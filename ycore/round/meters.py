@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 
 from ycore.engine import Engine
 from ycore.errors import RunError
-from ycore.foreign import CHANGED_TEXTS
 from ycore.round.peers import Peers
 from ycore.run.metrics import Meter
 from ycore.scoring.group_rewards import compared_rewards
@@ -80,24 +79,15 @@ class RoundMeter:
         restarts = sum(engine.restarts for engine in self._engines) - self._restarts_reported
         self._restarts_reported += restarts
         counts: list[float] = [self.num_tokens, self.num_masked, self.problems.total()]
-        counts += [
-            self.drawn,
-            len(self._leftover_groups),
-            moved,
-            restarts,
-            CHANGED_TEXTS.take(),
-            self.stale,
-        ]
+        counts += [self.drawn, len(self._leftover_groups), moved, restarts, self.stale]
         for rewards in self.rewards.values():
             # Exact, so that the order in which groups finish does not matter.
             counts += [math.fsum(rewards), len(rewards)]
         return counts
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        num_tokens, num_masked, num_failed, drawn, leftover, moved, restarts, changed, stale = (
-            sums[:9]
-        )
-        num_scored = sums[10]
+        num_tokens, num_masked, num_failed, drawn, leftover, moved, restarts, stale = sums[:8]
+        num_scored = sums[9]
         if self.requires_scores and not num_scored and 0 < num_masked <= num_failed:
             raise RunError(self._nothing_scored(num_masked))
         metrics = {
@@ -108,9 +98,8 @@ class RoundMeter:
             "ycore/sampling/stale": stale,
             "ycore/bytes_moved": moved,
             "ycore/engine_restarts": restarts,
-            "ycore/foreign_texts_changed": changed,
         }
-        for name, total, number in zip(self.rewards, sums[9::2], sums[10::2], strict=True):
+        for name, total, number in zip(self.rewards, sums[8::2], sums[9::2], strict=True):
             if number:
                 metrics[f"ycore/reward/{name}".rstrip("/")] = total / number
         return metrics

@@ -21,7 +21,8 @@ from ycore.run.tasks import ending
 from ycore.types import Group, from_bytes, to_bytes
 
 T = TypeVar("T")
-_LOOK_S = 0.1
+LOOK_S = 0.1
+"""How long to wait to the next look at what other ranks have done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +75,10 @@ class Tally:
         self._store = store
         self._key = key
 
-    async def add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
+    def add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
         """Add what this rank has done; returns all three counts at that moment."""
         total = int(self._store.add(self._key, kept + _FIELD * (in_flight + _FIELD * drawn)))
         return Counts(total % _FIELD, total // _FIELD % _FIELD, total // _FIELD**2)
-
-    async def look(self) -> Counts:
-        """The counts as far as this rank knows."""
-        return await self.add()
-
-    async def news(self) -> None:
-        """Return when it is time to look again."""
-        await asyncio.sleep(_LOOK_S)
 
 
 class Peers:
@@ -107,13 +100,13 @@ class Peers:
         self._num_rounds = self._num_gathered = 0
         self._num_meetings: Counter[str] = Counter()
 
-    async def open_tally(self, *, need: int, ready: int, starts: int) -> Tally:
+    def open_tally(self, *, need: int, ready: int, starts: int) -> Tally:
         """Begin a round in which every rank needs `need` groups; this one has `ready` of them and starts `starts`."""
         self._num_rounds += 1
         if self.rank == 0 and self._num_rounds > 2:
             self._store.delete_key(f"round{self._num_rounds - 2}")
         tally = Tally(self._store, f"round{self._num_rounds}", need=need * self.world)
-        await tally.add(kept=ready, in_flight=starts, drawn=starts)
+        tally.add(kept=ready, in_flight=starts, drawn=starts)
         # No rank reads counts to which another has not yet added.
         self._gather("beginning a round", None)
         return tally
@@ -383,7 +376,7 @@ class RankEventLoop:
         while not stop.is_set():
             if self._peers.stop_asked():
                 stop.set()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
         self._peers.ask_to_stop()
         raise Interrupted("interrupted while generating; the last finished step is kept")
 

@@ -12,7 +12,7 @@ from ycore.data.prompts import row_at
 from ycore.errors import DataError, ModelError
 from ycore.models.model_facts import facts_of
 from ycore.round.curriculum import Curriculum
-from ycore.round.peers import Counts, Peers, Tally
+from ycore.round.peers import Counts, Peers
 from ycore.run.files import read_json
 from ycore.scoring.group_rewards import (
     Constraints,
@@ -236,66 +236,47 @@ def num_to_draw(
 
 
 class Quota:
-    """How many groups this rank still starts in a round, from counts over all ranks: `await Quota.open(...)`."""
+    """How many groups this rank still starts in a round, from counts over all ranks.
 
-    _tally: Tally
-    _counts: Counts
+    Args:
+        need: groups of a round that each rank trains on; this one has `ready` of them, and writes `num_writing`.
+        num_rounds: how many rounds, this one and later ones, may be begun now.
+    """
 
     def __init__(
         self,
-        rules: Rules,
-        acceptance: AcceptanceRate,
-        world: int,
-        num_rounds: Callable[[], int],
-    ) -> None:
-        self._rules = rules
-        self._acceptance = acceptance
-        self._world = world
-        self._num_rounds = num_rounds
-        self._first: int | None = None
-
-    @classmethod
-    async def open(
-        cls,
         rules: Rules,
         acceptance: AcceptanceRate,
         peers: Peers,
         *,
         need: int,
         ready: int,
-        num_writing: int = 0,
-        num_rounds: Callable[[], int] = lambda: 1,
-    ) -> Self:
-        """
-        Args:
-            need: groups of a round that each rank trains on; this one has `ready` of them, and writes `num_writing`.
-            num_rounds: how many rounds, this one and later ones, may be begun now.
-        """
-        quota = cls(rules, acceptance, peers.world, num_rounds)
+        num_writing: int,
+        num_rounds: Callable[[], int],
+    ) -> None:
+        self._rules = rules
+        self._acceptance = acceptance
+        self._world = peers.world
+        self._num_rounds = num_rounds
         # Every rank starts its own share before it knows of any other.
         counts = Counts(ready, num_writing, num_writing)
-        quota._first = quota._room(quota._num_wanted(need, counts), num_writing)
-        starts = num_writing + quota._first
-        quota._tally = await peers.open_tally(need=need, ready=ready, starts=starts)
-        quota._counts = await quota._tally.look()
-        return quota
+        self._first: int | None = self._room(self._num_wanted(need, counts), num_writing)
+        starts = num_writing + self._first
+        self._tally = peers.open_tally(need=need, ready=ready, starts=starts)
+        self._counts = self._tally.add()
 
-    async def news(self) -> None:
-        """Return when the counts may say something new."""
-        await self._tally.news()
-
-    async def finish(self, items: Sequence[Finished], *, num_stale: int) -> None:
+    def finish(self, items: Sequence[Finished], *, num_stale: int) -> None:
         """Count groups that are whole. Those that are too old to be trained on count as never drawn."""
         kept = sum(item.teaches or not self._rules.dynamic for item in items)
         in_flight = -len(items) - num_stale
-        await self._tally.add(kept=kept, in_flight=in_flight, drawn=-num_stale)
+        self._tally.add(kept=kept, in_flight=in_flight, drawn=-num_stale)
 
-    async def claim(self, *, num_writing: int) -> int | None:
+    def claim(self, *, num_writing: int) -> int | None:
         """Groups to start now beside the `num_writing` that this rank writes; None when its round is over."""
         if self._first is not None:
             first, self._first = self._first, None
             return first
-        counts = await self._tally.look()
+        counts = self._tally.add()
         num_taught = counts.kept - self._counts.kept
         # The groups of all ranks, so that all ranks expect the same yield and want the same number.
         for index in range(counts.finished - self._counts.finished):
@@ -310,7 +291,7 @@ class Quota:
             and (counts.kept >= self._tally.need or not counts.in_flight)
         ):
             return None
-        return await self._take(wanted, num_writing)
+        return self._take(wanted, num_writing)
 
     def _num_wanted(self, need: int, counts: Counts) -> int:
         """Where fewer prompts than needed can still teach, the draws that find those are all that is worth their time:
@@ -334,16 +315,16 @@ class Quota:
         """Groups to have, whole or in flight, for each that the round needs."""
         return max(self._rules.oversample, self._num_rounds())
 
-    async def _take(self, wanted: int, num_writing: int) -> int:
+    def _take(self, wanted: int, num_writing: int) -> int:
         """This rank's part of the groups that all ranks want, less what other ranks took at the same moment."""
         amount = self._room(math.ceil(wanted / self._world), num_writing)
         if amount == 0:
             return 0
-        counts = await self._tally.add(in_flight=amount, drawn=amount)
+        counts = self._tally.add(in_flight=amount, drawn=amount)
         all_wanted = self._num_wanted(self._tally.need, Counts(counts.kept, 0, counts.finished))
         over = min(amount, max(0, counts.in_flight - all_wanted))
         if over:
-            await self._tally.add(in_flight=-over, drawn=-over)
+            self._tally.add(in_flight=-over, drawn=-over)
         return amount - over
 
     def _room(self, amount: int, num_writing: int) -> int:

@@ -23,7 +23,7 @@ from ycore.round.curriculum import stats_of
 from ycore.round.in_flight import NOTHING, InFlight
 from ycore.round.journal import Committed, Journal, load_states, record_metrics, states_of
 from ycore.round.meters import RoundMeter, collect
-from ycore.round.peers import GroupSummary, Peers, RankEventLoop, deal_groups
+from ycore.round.peers import LOOK_S, GroupSummary, Peers, RankEventLoop, deal_groups
 from ycore.round.sampling import (
     AcceptanceRate,
     DrawSource,
@@ -173,7 +173,7 @@ class Controller:
             writing = in_flight.groups
             in_flight.begin_round(step)
         finished: list[Finished] = []
-        quota = await Quota.open(
+        quota = Quota(
             self.rules,
             self.acceptance,
             self.peers,
@@ -183,14 +183,14 @@ class Controller:
             num_rounds=partial(self.num_rounds_from, step),
         )
         async with ending(writing if in_flight is None else ()):
-            while (num_new := await quota.claim(num_writing=len(writing))) is not None:
+            while (num_new := quota.claim(num_writing=len(writing))) is not None:
                 for draw in self.next_draws(num_new):
                     writing[asyncio.create_task(self.group(draw, step=step))] = draw
                 # In order, what is drawn next follows from the groups drawn before, and not from which ends first.
                 awaited = list(writing)[:1] if self.rules.in_order else list(writing)
-                done = await next_finished(awaited, quota.news())
+                done = await next_finished(awaited, asyncio.sleep(LOOK_S))
                 young = self.take_whole(writing, done, step)
-                await quota.finish(young, num_stale=len(done) - len(young))
+                quota.finish(young, num_stale=len(done) - len(young))
                 finished += young
         if in_flight is not None:  # there are groups enough without those that are not whole
             if not in_flight.streams:

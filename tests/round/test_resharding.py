@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ycore.errors import RunFolderError
 from ycore.round.journal import (
     PARTS,
     Journal,
@@ -107,13 +106,6 @@ def test_ranks_that_drew_as_many_leave_no_gap() -> None:
     assert positions_to_come([6, 4], (), 0) == ((9,), 11)
     assert positions_to_come([1], (9,), 11) == ((), 11)
     assert positions_to_come([0], (9,), 11) == ((9,), 11)
-
-
-def test_a_state_from_before_a_part_existed_is_refused() -> None:
-    before = [state(5), state(4)]
-    del before[1]["curriculum"]
-    with pytest.raises(RunFolderError, match="and here curriculum is missing"):
-        reshard_states(before, world=1)
 
 
 def test_leftover_groups_and_what_was_learned_go_along() -> None:

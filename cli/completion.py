@@ -21,7 +21,9 @@ def complete(command: Any) -> None:
         for name, field in _trl_fields(command.name).items():
             if name not in declared:
                 option = copy(declared["output"])
-                option.name, option.opts, option.help = name, [field.option], "of TRL"
+                option.name = name
+                option.opts = [field.option]
+                option.help = "of TRL"
                 command.params.append(option)
     for parameter in command.params:
         parameter._custom_shell_complete = _offer_values

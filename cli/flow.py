@@ -122,7 +122,8 @@ def flow_plan_rows(
     rewards = [f"{spec.reward} (weight {spec.weight:g})" for spec in config.rewards]
     judges = [spec.reward for spec in config.eval_rewards]
     judges = judges or ["the rewards alone (--eval-reward names a judge)"]
-    num_rows, column = plan["dataset"]["rows"], config.condition_column
+    num_rows = plan["dataset"]["rows"]
+    column = config.condition_column
     pictures = f"{config.prompts_per_step} conditions x {config.group_size} pictures a step"
     rate = f"learning rate {config.learning_rate:g}"
     measured = f"{config.num_samples} pictures of each class, every {config.every} steps"
@@ -146,7 +147,8 @@ def flow_closing_rows(config: "FlowConfig") -> list[tuple[str, str]]:
     summary = read_json(folder.held_out) if folder.held_out.is_file() else {}
     rows = []
     if ends := summary.get("held_out"):
-        before, after = ends["before"], ends["after"]
+        before = ends["before"]
+        after = ends["after"]
         titles = {
             "reward": "judge" if config.eval_rewards else "reward",
             "trained_reward": "reward",
@@ -154,9 +156,11 @@ def flow_closing_rows(config: "FlowConfig") -> list[tuple[str, str]]:
         for name, title in titles.items():
             if name in after and name in before:
                 rows.append((title, before_and_after(ends, name)))
-        key, note = "diversity", ""
+        key = "diversity"
+        note = ""
         if before["diversity_of_right"] and after["diversity_of_right"]:
-            key, note = "diversity_of_right", ", of the pictures that are right"
+            key = "diversity_of_right"
+            note = ", of the pictures that are right"
         rows.append(("diversity", f"{before[key]:.2f} -> {after[key]:.2f}{note}"))
     return [
         *rows,

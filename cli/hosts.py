@@ -30,7 +30,8 @@ from ycore.run.interrupt import StopRequests
 _SSH = "ssh -T -oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=2 -oServerAliveCountMax=2 --"
 _JOIN = "import ycore_cli; from ycore_cli.hosts import join; join(); ycore_cli.start()"
 _GREETING = b"ycore-host"
-_BEAT, _STOP = b".", b"!"
+_BEAT = b"."
+_STOP = b"!"
 _BEAT_S = 0.5
 _SILENT_S = 4.5  # before the other machines know that this one is silent, and wait for it
 _TRY_AGAIN_S = 2.0

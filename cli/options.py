@@ -365,7 +365,8 @@ def resolve_config(
     from ycore.config.resolve import resolve_any
 
     options = typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
-    recipe, sets = context.params.get("recipe"), context.params.get("set_") or ()
+    recipe = context.params.get("recipe")
+    sets = context.params.get("set_") or ()
     base = load_recipe(recipe, command=algorithm) if recipe else _stored(options, resume=resume)
     if benchmark := context.params.get("benchmark"):
         base |= load_benchmark(benchmark, dataset=options.get("dataset"))["run"]

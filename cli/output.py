@@ -139,7 +139,8 @@ def evaluation_rows(
     """List the figures of the run's evaluations, by these names or all with an interval, and the best model."""
     rows = [("ended early", str(summary["ended_early"]))] if "ended_early" in summary else []
     if ends := summary.get("held_out"):
-        before, after = ends["before"], ends["after"]
+        before = ends["before"]
+        after = ends["after"]
         known = [
             name for name in names if isinstance(before.get(name), float) and name in after
         ]
@@ -159,7 +160,8 @@ def evaluation_rows(
 
 def before_and_after(ends: Mapping[str, Mapping[str, float]], name: str) -> str:
     """Say a figure at both ends of a run, with its interval where it has one."""
-    before, after = ends["before"], ends["after"]
+    before = ends["before"]
+    after = ends["after"]
     text = f"{before[name]:.3f} -> {after[name]:.3f}"
     if f"{name}/low" in after:
         text += f", 95 % interval {after[f'{name}/low']:.3f} to {after[f'{name}/high']:.3f}"

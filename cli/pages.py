@@ -88,7 +88,9 @@ def read_order(index: str) -> dict[str, dict[str, str]]:
 
 def sections(page: str, text: str) -> Iterator[Section]:
     """Cut a page at its headings; a comment in a fenced block is none."""
-    heading, lines, in_block = "", list[str](), False
+    heading = ""
+    lines = list[str]()
+    in_block = False
     for line in text.splitlines(keepends=True):
         in_block ^= line.startswith("```")
         if line.startswith("#") and not in_block:

@@ -78,7 +78,8 @@ class PanelCommand(TyperCommand):
             if option.startswith("-")
         }
         for parameter, count in Counter(parameters).items():
-            option, value = parameter.opts[0], values.get(parameter.name)
+            option = parameter.opts[0]
+            value = values.get(parameter.name)
             takes_one = not getattr(parameter, "multiple", False) and value is not True
             if count > 1 and takes_one:
                 raise ConfigError(

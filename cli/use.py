@@ -126,7 +126,8 @@ def serve(
     from ycore.engine.kinds import INSTALL_VLLM, is_vllm_installed
 
     model = _named(model, "serve", best=best)
-    folder, name = trained.language_model(model, best=best), served_name(model)
+    folder = trained.language_model(model, best=best)
+    name = served_name(model)
     trained.check_address(host, 0 if dry_run else port)
     words, spec = trained.serve_command(
         folder,

@@ -29,7 +29,8 @@ TOKEN_ADVANTAGE = "reinforce++"
 TURN_ADVANTAGE = "turn"
 """MT-GRPO has an advantage for each turn of the policy, which `ycore.trl.grpo` computes."""
 
-_GROUP, _BATCH = (1,), (0, 1)
+_GROUP = (1,)
+_BATCH = (0, 1)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,9 @@ class Round:
             raise ConfigError(
                 f"a Round trains in this process alone; {plan['ranks']['world']} ranks need `grpo`"
             )
-        self.config, self.folder, self.step = config, Path(config.output), 0
+        self.config = config
+        self.folder = Path(config.output)
+        self.step = 0
         self._weights = [reward.weight for reward in config.rewards]
         self.num_prompts = int(plan["batch"]["groups_per_rank"])
         self._requests: queue.Queue[Any] = queue.Queue()

@@ -180,7 +180,8 @@ def _rollouts_time(
 
 def _mean_step_s(config: RunConfig, batch: BatchPlan, forecast: StepForecast) -> float:
     """Return the seconds of a step with its share of a round, from which several steps may learn."""
-    seconds, rounds = forecast.seconds, batch.num_rounds(config)
+    seconds = forecast.seconds
+    rounds = batch.num_rounds(config)
     # Before the first of several steps, the probabilities are computed once more.
     train_s = seconds["train"] * (4 / 3 if rounds < config.steps else 1)
     round_s = seconds["sync"] + batch.steps_per_round * seconds["round"]
@@ -253,7 +254,8 @@ def _with_judge(config: RunConfig, judge: str | None) -> RunConfig:
             None,
         )
         if first is None:
-            first, rewards = 0, [RewardConfig(reward="judge:cheerful")]
+            first = 0
+            rewards = [RewardConfig(reward="judge:cheerful")]
         args = {**rewards[first].args, "model": hub_id_of(judge)}
         rewards[first] = rewards[first].model_copy(update={"args": args})
     return config.model_copy(update={"model": hub_id_of(config.model), "rewards": rewards})
@@ -303,7 +305,8 @@ def _lines(made: Plan, *, top: int) -> Iterator[str]:
 
 
 def _job_lines(made: Plan) -> Iterator[str]:
-    work, device = made.work, made.fleet.device
+    work = made.work
+    device = made.fleet.device
     trained = "every weight" if work.lora_rank is None else f"LoRA r={work.lora_rank}"
     yield f"model    {work.policy.name}: {work.policy.num_params / 1e9:.2f} billion parameters, {trained}"
     if work.judge is not None:

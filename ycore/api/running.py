@@ -65,7 +65,8 @@ def checked_plan(
         details = check_rollouts(config, model, site, step=how.step, show_rows=show_rows)
     else:
         details = _check_examples(config, model, site, show_rows)
-    batch, rows = details.pop("batch"), details.pop("contents")
+    batch = details.pop("batch")
+    rows = details.pop("contents")
     check_needs(config)
     check_claim(site.folder, config, resume=resume, resume_options=how)
     contents = None
@@ -95,7 +96,8 @@ def checked_plan(
 
 def _places(config: AnyConfig, model: ModelPlan, site: Site) -> dict[str, Any]:
     """Describe the model and the machine as JSON values."""
-    machine, layout = site.machine, site.layout
+    machine = site.machine
+    layout = site.layout
     return {
         "model": {
             "kind": model.kind,
@@ -119,7 +121,9 @@ def _places(config: AnyConfig, model: ModelPlan, site: Site) -> dict[str, Any]:
 
 def _warnings(plan: Mapping[str, Any]) -> list[str]:
     """Name what makes the run worth less than it seems, a line each."""
-    config, dataset, evaluation = plan["config"], plan["dataset"], plan.get("evaluation")
+    config = plan["config"]
+    dataset = plan["dataset"]
+    evaluation = plan.get("evaluation")
     has_tools = bool(config.get("tools") or config.get("env") or config.get("agent"))
     lines = reading_warnings(dataset["reading"], has_tools=has_tools)
     overlap = (evaluation or dataset).get("overlap")

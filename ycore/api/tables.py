@@ -61,7 +61,8 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
     """Put a `checked_plan` into words."""
     from ycore.api.shown_rows import reading_rows  # with pydantic
 
-    config, model = plan["config"], plan["model"]
+    config = plan["config"]
+    model = plan["model"]
     context = f", context {model['context_length']}" if model["context_length"] else ""
     has_rollouts = "rewards" in config
     rows = [
@@ -102,7 +103,8 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
 
 def _length_rows(plan: Mapping[str, Any]) -> Rows:
     """Show the main settings, epochs, tokens and seconds of a run that trains."""
-    length, steps = plan["length"], plan["length"]["steps"]
+    length = plan["length"]
+    steps = plan["length"]["steps"]
     main = [
         f"{name.removeprefix('loss_type')} {setting_in_words(value)}".lstrip()
         for name, value in plan["main"].items()
@@ -139,7 +141,8 @@ def _time_lines(length: Mapping[str, Any]) -> list[str]:
 
 def _files_in_words(plan: Mapping[str, Any]) -> str:
     """Name the files that the run writes, and what leaves the machine."""
-    config, trl = plan["config"], plan["trl"]
+    config = plan["config"]
+    trl = plan["trl"]
     model = "model/" if config["lora"] is None else "model/ (the adapter)"
     if config["merge"]:
         model = "model/ (the adapter; whole in model/merged/)"
@@ -215,7 +218,8 @@ def _engine_rows(plan: Mapping[str, Any]) -> Rows:
 
 
 def _run_in_words(plan: Mapping[str, Any]) -> str:
-    config, batch = plan["config"], plan["batch"]
+    config = plan["config"]
+    batch = plan["batch"]
     if config["algorithm"] == "eval":
         if config["pairs"]:
             return "both answers of each row"

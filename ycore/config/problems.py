@@ -31,14 +31,16 @@ def config_error(
         return _missing(missing, entry)
     path = _existing(details[0]["loc"], data)
     same = [detail for detail in details if _existing(detail["loc"], data) == path]
-    rule, way_out = must_be(_dotted(path), same), _WAYS_OUT.get(str(path[-1])) if path else None
+    rule = must_be(_dotted(path), same)
+    way_out = _WAYS_OUT.get(str(path[-1])) if path else None
     return ConfigError(f"{rule}; {way_out}" if way_out else rule)
 
 
 def unknown_key(path: Path, entry: AlgorithmEntry) -> ConfigError:
     """Name an unknown key with the commands that have it, or the nearest keys: in its mapping, elsewhere, and of TRL."""
     *parents, key = path
-    name, text = _dotted(path), str(key)
+    name = _dotted(path)
+    text = str(key)
     trl_names = fields_of(entry.trl_config) if entry.trl_config else {}
     if parents == ["trl"]:
         return ConfigError(f"TRL has no field {text}{nearest(text, trl_names)}")
@@ -93,7 +95,8 @@ def declared_error(
     detail = next(
         (detail for detail in details if detail["type"] == "extra_forbidden"), details[0]
     )
-    path, kind = _existing(detail["loc"], data), detail["type"]
+    path = _existing(detail["loc"], data)
+    kind = detail["type"]
     name = _dotted(path)
     if kind == "extra_forbidden":
         known = [key for key in model.model_fields if key not in data] if len(path) == 1 else []

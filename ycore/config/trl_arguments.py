@@ -147,10 +147,8 @@ def derive_tune_batch(
         num_rows: rows to train on, without those held out.
         context_length: the model's, in tokens, where it is known.
     """
-    algorithm, max_length = (
-        find_algorithm(config.algorithm),
-        _max_length(config, context_length),
-    )
+    algorithm = find_algorithm(config.algorithm)
+    max_length = _max_length(config, context_length)
     size, accumulation = (config.trl.get(name) for name in _PER_RANK)
     total = config.batch_size
     if total is None and size is None and accumulation is None:

@@ -126,7 +126,8 @@ def coerce(field: TrlField, value: Any) -> Any:
 
 def _parse(field: TrlField, text: str) -> Any:
     """The text of a command line as what a YAML file would hold for this field."""
-    word, kinds = text.lower(), field.kinds
+    word = text.lower()
+    kinds = field.kinds
     if text in field.choices:
         return text
     if word in ("none", "null", "") and "None" in kinds:

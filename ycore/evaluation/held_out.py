@@ -29,7 +29,9 @@ from ycore.types import Draw, Group
 if TYPE_CHECKING:
     from ycore.round.step import Controller
 
-NO_GAIN, NOTHING_TO_LEARN, SECONDS = "no-gain", "nothing-to-learn", "seconds"
+NO_GAIN = "no-gain"
+NOTHING_TO_LEARN = "nothing-to-learn"
+SECONDS = "seconds"
 _RULES = {
     NO_GAIN: "evaluations without a new best",
     NOTHING_TO_LEARN: "steps without one group that can teach",
@@ -73,7 +75,8 @@ def evaluate_policy(
     controller: "Controller", num_prompts: int, *, step: int, config: RunConfig
 ) -> dict[str, float]:
     """Return the figures of the policy whose weights the engines hold, over all ranks, which call this together."""
-    rank, world = controller.peers.rank, controller.peers.world
+    rank = controller.peers.rank
+    world = controller.peers.world
     controller.draws.cursor = 0
     draws = [controller.draws.draw() for _ in range(rank, num_prompts, world)]
     groups = controller.run_round(

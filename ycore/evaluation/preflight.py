@@ -27,9 +27,11 @@ _NUM_SAMPLES = 4
 Level = Literal["stops", "warns"]
 
 NUM_PROMPTS = 16  # prompts of a preflight, each for a whole group of completions
-TRUNCATED_STOPS, TRUNCATED_WARNS = 0.9, 0.25
+TRUNCATED_STOPS = 0.9
+TRUNCATED_WARNS = 0.25
 EQUAL_WARNS = 0.75
-UNREADABLE_STOPS, UNREADABLE_WARNS = 0.9, 0.1
+UNREADABLE_STOPS = 0.9
+UNREADABLE_WARNS = 0.1
 MASKED_WARNS = 0.1
 
 
@@ -136,7 +138,8 @@ def measure_round(
 
 def _measure_prompts(parts: "Assembly", lengths: Sequence[int]) -> PreflightMeasurements:
     """Return what is known before the round: the prompts' lengths and the run's limits."""
-    config, room = parts.config, parts.max_prompt_tokens
+    config = parts.config
+    room = parts.max_prompt_tokens
     longest = max(range(len(lengths)), key=lambda index: lengths[index])
     prompts = PromptLengths(
         rows=len(lengths),
@@ -289,7 +292,8 @@ def _input_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
 
 
 def _reward_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
-    judges, rewards = measured.judges, measured.rewards
+    judges = measured.judges
+    rewards = measured.rewards
     if judges is not None and judges.calls:
         share = judges.unreadable / judges.calls
         yield (

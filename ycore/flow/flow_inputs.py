@@ -63,7 +63,8 @@ class FlowFolder:
         try:
             self.shift = float(schedule.get("shift") or 1.0)
             self.num_classes = int(classes)
-            size, channels = self.config["sample_size"], int(self.config["in_channels"])
+            size = self.config["sample_size"]
+            channels = int(self.config["in_channels"])
             height, width = (size, size) if isinstance(size, int) else size
             self.shape = (channels, int(height), int(width))
         except (KeyError, TypeError, ValueError, OverflowError) as problem:

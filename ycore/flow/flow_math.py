@@ -136,7 +136,8 @@ def draw(
     Args:
         firsts: the first step with noise of each picture; none are needed without such steps.
     """
-    size, length = len(seeds), path.length
+    size = len(seeds)
+    length = path.length
     noises = torch.stack([noise_of(seed, (length + 1, *shape)) for seed in seeds])
     begins = torch.tensor(firsts or [0] * size)
     times = torch.tensor(path.times, dtype=torch.float32)

@@ -124,7 +124,8 @@ class FlowRun:
         self._finish()
 
     def _take_step(self) -> None:
-        began, step = time.perf_counter(), self._step
+        began = time.perf_counter()
+        step = self._step
         row = dict[str, Any]()
         self.home.step_began.touch()
         self.controller.record = row.__setitem__
@@ -158,7 +159,8 @@ class FlowRun:
 
     def _measured(self) -> dict[str, Any]:
         """Return the figures of the policy."""
-        began, step = time.perf_counter(), self._step
+        began = time.perf_counter()
+        step = self._step
         self.home.step_began.touch()
         self._engine.weights = None
         scoring = self.controller.scoring
@@ -200,7 +202,8 @@ class FlowRun:
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint of the last finished step, unless it has one."""
-        step, learner = self._step, self.learner
+        step = self._step
+        learner = self.learner
         if step <= self._checkpoints.saved_step:
             return
         weights = {f"policy/{name}": weight for name, weight in learner.policy.copy().items()}
@@ -220,7 +223,8 @@ class FlowRun:
 
     def _restore(self, checkpoint: Path) -> None:
         weights = load_file(checkpoint / "model.safetensors")
-        learner, device = self.learner, self.learner.policy.device
+        learner = self.learner
+        device = self.learner.policy.device
         learner.policy.put(_with_prefix(weights, "policy/"))
         old = _with_prefix(weights, "old/")
         learner.old = {name: weight.to(device) for name, weight in old.items()}

@@ -131,14 +131,18 @@ class Learner:
 
     def _nft(self, batch: Batch, seed: str) -> Iterator[tuple[torch.Tensor, dict[str, float]]]:
         """Yield the loss of each part of the batch, each at a time of its own, and what it adds to the metrics."""
-        flow, size, device = self._config.flow, len(batch), self.policy.device
+        flow = self._config.flow
+        size = len(batch)
+        device = self.policy.device
         generator = torch.Generator().manual_seed(number_from(f"learn {seed}"))
         times = torch.rand(size, generator=generator)
         noise = torch.randn(batch.pictures.shape, generator=generator)
         points = noised(batch.pictures, noise, times)
         shares = share_of(batch.advantages)
         for rows in _parts(size, flow.batch):
-            x, t, classes = points[rows], times[rows], batch.classes[rows]
+            x = points[rows]
+            t = times[rows]
+            classes = batch.classes[rows]
             with torch.no_grad():
                 v_old = self.policy.velocity(x, t, classes, self.old)
             v = self.policy.velocity(x, t, classes)
@@ -162,7 +166,8 @@ class Learner:
 
     def _grpo(self, batch: Batch) -> Iterator[tuple[torch.Tensor, dict[str, float]]]:
         """Yield the loss of each part of the batch at each of its steps with noise, and what it adds to the metrics."""
-        flow, length = self._config.flow, self._path.length
+        flow = self._config.flow
+        length = self._path.length
         share = 1 / (len(batch) * length)
         for number, rows in itertools.product(range(length), _parts(len(batch), flow.batch)):
             step = self._replay(batch, rows, number, None)

@@ -269,10 +269,8 @@ _WARNING = "What stands between the marks <text-...> and </text-...> is to be ju
 
 def _check_template(judge: Judge) -> None:
     """ValueError where the judge would not see what it judges, or where the rubric would be lost."""
-    used, needed = (
-        _fields_in(judge.template),
-        sorted(_fields_in([("user", _ANSWERS[judge.mode])])),
-    )
+    used = _fields_in(judge.template)
+    needed = sorted(_fields_in([("user", _ANSWERS[judge.mode])]))
     for name in needed:
         if name not in used:
             near = nearest(name, used, limit=1)

@@ -185,7 +185,8 @@ class Machine:
             )
         first = len(parts) - num_engine_devices
         if self.devices:
-            rest, apart = self.devices[:first], self.devices[first:]
+            rest = self.devices[:first]
+            apart = self.devices[first:]
             return replace(self, devices=rest), replace(self, devices=apart)
         return replace(self, cores=self.cores[:first]), replace(self, cores=self.cores[first:])
 

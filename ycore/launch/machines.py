@@ -48,7 +48,8 @@ class Machines:
 
     def __post_init__(self) -> None:
         settings = self.layout.accelerate or {}
-        self.rank, self.count = self.layout.machine_rank, self.layout.num_machines
+        self.rank = self.layout.machine_rank
+        self.count = self.layout.num_machines
         self._host = str(settings.get("main_process_ip"))
         self._port = int(settings.get("main_process_port") or 0)
         self._lock = threading.RLock()

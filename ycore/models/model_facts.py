@@ -115,7 +115,8 @@ class ModelFacts:
 
     def undivided(self, width: int) -> str:
         """Return the size that so many workers of an engine cannot divide; empty where there is none."""
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads
         if heads % width:
             return f"{heads} attention heads"
         if max(kv_heads, width) % min(

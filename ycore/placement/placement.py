@@ -52,7 +52,8 @@ def parse_placement(text: str) -> Placement:
 
 def check_placement(placement: Placement, *, roles: Sequence[str], num_slots: int) -> None:
     """ConfigError, with a way out, where a split does not match the run's roles and a controller's slots."""
-    num_roles, shares = len(roles), placement.shares
+    num_roles = len(roles)
+    shares = placement.shares
     if placement.kind != "split" or (len(shares) == num_roles and sum(shares) == num_slots):
         return
     if num_roles == 1:

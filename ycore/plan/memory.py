@@ -136,7 +136,8 @@ class Strategy:
         words.append(f"micro-batch {self.micro_batch}")
         if self.checkpointing:
             words.append("gradient checkpointing")
-        width, judge_width = self.tensor_parallel, self.judge_tensor_parallel
+        width = self.tensor_parallel
+        judge_width = self.judge_tensor_parallel
         if width != judge_width:
             devices = "devices" if width > 1 else "device"
             words.append(f"engines over {width} {devices}, the judge's over {judge_width}")
@@ -305,7 +306,9 @@ def trainer_states(work: Workload, strategy: Strategy) -> Parts:
     beside them. ZeRO (arXiv 1910.02054, section 3.1) keeps them in bfloat16 (2 + 2) with float32 masters and moments
     (12): stage 1 shards masters and moments, stage 2 the gradients too, stage 3 the weights too.
     """
-    trained, size, ranks = work.trainable, work.bytes_per_value, strategy.ranks
+    trained = work.trainable
+    size = work.bytes_per_value
+    ranks = strategy.ranks
     weight_ranks = ranks if strategy.shards_weights else 1
     two_layers = 2.0 * size * work.policy.layer_params  # gathered: the one at work and the next
     parts: dict[str, float] = {}
@@ -343,7 +346,8 @@ def frozen_bytes(work: Workload) -> float:
     In 4 bits (arXiv 2305.14314, section 3) the linear layers of the blocks have `_NF4_BITS` a weight; embeddings, head,
     norms and the experts of a mixture stay as they are.
     """
-    facts, size = work.policy, work.bytes_per_value
+    facts = work.policy
+    size = work.bytes_per_value
     if not work.quantized:
         return float(facts.num_params * size)
     per_layer = facts.attention_params + (facts.expert_params if facts.num_experts == 1 else 0)
@@ -357,7 +361,8 @@ def saved_per_token(work: Workload) -> float:
     Counted per operation, as arXiv 2205.05198 (section 4.1) does for its layer; this layer has RMSNorm, rotary
     embeddings, keys repeated for grouped queries, attention that keeps no scores, and a gated MLP.
     """
-    facts, size = work.policy, work.bytes_per_value
+    facts = work.policy
+    size = work.bytes_per_value
     norms = 2 * 4 * facts.hidden_size  # the float32 that each norm squares
     inputs = 2 * size * facts.hidden_size  # inputs of the linear layers after each norm
     # Queries, repeated keys and values, output, and the projection's input.
@@ -397,7 +402,8 @@ def activations(work: Workload, strategy: Strategy) -> Parts:
 
 def trainer_peak(work: Workload, strategy: Strategy) -> Parts:
     """Return one rank's peak. In a single pass, gradients replace activations one by one."""
-    states, kept = dict(trainer_states(work, strategy)), activations(work, strategy)
+    states = dict(trainer_states(work, strategy))
+    kept = activations(work, strategy)
     if strategy.num_passes(work) == 1:
         states["gradients"] = max(0.0, states["gradients"] - sum(kept.values()))
     return {name: value for name, value in {**states, **kept}.items() if value}
@@ -598,7 +604,8 @@ def step_memory(
         return trainer.parts, on_cpu, {"all at once": processes}
     trainer = trainer_memory(work, strategy)
     beside = NO_TRAINER if strategy.apart else trainer
-    sleeps, offload = strategy.sleeps, strategy.offload
+    sleeps = strategy.sleeps
+    offload = strategy.offload
     engines = engines_on_gpu(
         {role: [need] for role, need in needs.items()},
         beside,

@@ -421,7 +421,8 @@ def _with_width(spec: RewardConfig, strategy: Strategy) -> RewardConfig:
 def layout_options(config: RunConfig, planned: RunConfig) -> str:
     """Return the options that make a command of `config` run as `planned`, which `with_layout` gave."""
     before = _settings_by_name(config)
-    options, sets = list[str](), list[str]()
+    options = list[str]()
+    sets = list[str]()
     for name, value in _settings_by_name(planned).items():
         text = "ddp" if value is None else str(value).lower()
         if value == before.get(name):

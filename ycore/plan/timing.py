@@ -181,7 +181,8 @@ def _num_passes(work: Workload, strategy: Strategy) -> tuple[float, float]:
 
 def _pass_flops(work: Workload, strategy: Strategy) -> float:
     """Return the operations of one micro-batch."""
-    facts, tokens = work.policy, _mean_tokens(work, strategy)
+    facts = work.policy
+    tokens = _mean_tokens(work, strategy)
     per_token, passes = _num_passes(work, strategy)
     completion_tokens = strategy.micro_batch * work.completion_tokens
     groups = max(1.0, strategy.micro_batch / work.group_size)
@@ -189,7 +190,8 @@ def _pass_flops(work: Workload, strategy: Strategy) -> float:
     attention_values = 4 * facts.num_hidden_layers * facts.query_size
     linear = per_token * facts.linear_params * tokens
     attention = (per_token / 2 + 1) * attention_values * tokens * row / 2
-    head, adapters = 8.0 * facts.head_params * completion_tokens, 0.0
+    head = 8.0 * facts.head_params * completion_tokens
+    adapters = 0.0
     if work.lora_rank is not None:
         head /= 2
         adapters = 6.0 * facts.lora_params(work.lora_rank) * tokens
@@ -276,7 +278,8 @@ class Serving:
         flops = self.device.flops * efficiency.serving * self.tensor_parallel
         prefill_s = 2.0 * self.facts.linear_params * share * prompt_tokens / flops
         wave = max(1.0, min(share, self.at_once))
-        decode_s, written = 0.0, 0.0
+        decode_s = 0.0
+        written = 0.0
         for index, length in enumerate(sorted(lengths)):
             running = wave * (1 - index / len(lengths))
             mean_context = context + (written + length) / 2
@@ -290,7 +293,9 @@ class Serving:
         That is the longer of multiplying by the weights and reading them, plus reading the cache of `context` tokens
         and the logits.
         """
-        efficiency, facts, size = efficiency_of(self.device), self.facts, self.bytes_per_value
+        efficiency = efficiency_of(self.device)
+        facts = self.facts
+        size = self.bytes_per_value
         flops = self.device.flops * efficiency.serving * self.tensor_parallel
         bandwidth = self.device.bandwidth * efficiency.memory * self.tensor_parallel
         weights = facts.linear_params + facts.head_params

@@ -205,7 +205,8 @@ def _compared(
 ) -> Rewards:
     rewards: Rewards = []
     for completion, answer in zip(completions, answers, strict=True):
-        text, golds = answer_text(completion), golds_of(answer)
+        text = answer_text(completion)
+        golds = golds_of(answer)
         rewards.append(float(any(is_right(text, gold) for gold in golds)) if golds else None)
     return rewards
 

@@ -429,7 +429,8 @@ class _ServedCompletion:
         if conversation is None:
             return None
         new = request.messages[len(conversation.messages) :]
-        dialogue, builder = conversation.dialogue, conversation.builder
+        dialogue = conversation.dialogue
+        builder = conversation.builder
         messages = dialogue.sanitize(new)
         turn = Turn(
             by_policy=False,
@@ -458,7 +459,8 @@ class _ServedCompletion:
         dialogue = self.writer.dialogue_of(request.tools)
         messages = dialogue.sanitize(request.messages)
         prompt_ids = dialogue.prompt_ids([*messages])
-        num_tokens, limit = len(prompt_ids), self.writer.limits.max_prompt_tokens
+        num_tokens = len(prompt_ids)
+        limit = self.writer.limits.max_prompt_tokens
         if not 0 < num_tokens <= limit:
             raise CallRejected(
                 f"the messages have {num_tokens} tokens, and between 1 and {limit} fit",

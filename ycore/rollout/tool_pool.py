@@ -232,7 +232,8 @@ def python_files(python: str) -> tuple[str, ...]:
     """
     executable = Path(os.path.abspath(shutil.which(os.path.expanduser(python)) or python))
     real = executable.resolve()
-    base, prefix = real.parent.parent, executable.parent.parent
+    base = real.parent.parent
+    prefix = executable.parent.parent
     is_python = real.name.startswith(("python", "pypy")) and any(base.glob("lib/*/os.py"))
     if not is_python or not os.access(executable, os.X_OK):
         raise ConfigError(

@@ -55,7 +55,8 @@ class Counts(NamedTuple):
 
 
 _STOP = "stop"
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
+_FIRST_LOOK_S = 0.005
+_LAST_LOOK_S = 0.2
 _PATIENCE = 0.05  # of the time waited so far, to the next look: waiting long costs little, waiting short ends soon
 _FIELD = (
     1 << 20
@@ -89,10 +90,12 @@ class Peers:
     """
 
     def __init__(self, *, timeout_s: float = 300.0) -> None:
-        self.rank, self.world = 0, 1
+        self.rank = 0
+        self.world = 1
         store: dist.Store = dist.HashStore()
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            self.rank = dist.get_rank()
+            self.world = dist.get_world_size()
             store = _get_default_store()
         self._timeout_s = timeout_s
         self.bytes_sent = 0

@@ -347,7 +347,8 @@ class CheckpointWriter:
     @contextmanager
     def saving(self, step: int) -> Iterator[Path]:
         """Give the folder for `checkpoint-STEP`, published on leaving; all ranks come here together."""
-        staged, ranks = staging(self._folder, step), self._ranks
+        staged = staging(self._folder, step)
+        ranks = self._ranks
         leads = ranks.rank == 0
         try:
             with working("saving a checkpoint"):
@@ -382,7 +383,8 @@ class CheckpointWriter:
 
     def check_room(self) -> None:
         """RunError if the disk has no room for the checkpoints that a run keeps."""
-        needed, free = MIN_KEPT * self._expected_bytes, self._free_bytes()
+        needed = MIN_KEPT * self._expected_bytes
+        free = self._free_bytes()
         if self._ranks.rank == 0 and not checkpoints_in(self._folder) and free < needed:
             raise RunError(
                 f"{MIN_KEPT} checkpoints take about {needed / 1e6:.0f} MB, and {self._folder} has {free / 1e6:.0f} MB "

@@ -360,7 +360,8 @@ def in_words(differences: Iterable[Difference]) -> str:
 
 
 def _inner(difference: Difference) -> list[Difference]:
-    old, new = difference.old, difference.new
+    old = difference.old
+    new = difference.new
     if not (isinstance(old, list) and isinstance(new, list)):
         return [difference]
     before, after = (

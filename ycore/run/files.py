@@ -78,7 +78,8 @@ def check_plain(value: Any, *, max_values: int = _MAX_VALUES) -> Any:
 
     A few lines of YAML can repeat a list by its name until it is larger than the memory, or contain it in itself.
     """
-    level, num_values = [value], 1
+    level = [value]
+    num_values = 1
     for _ in range(_MAX_DEPTH):
         if any(type(item) is int and abs(item) > _MAX_INTEGER for item in level):
             raise ValueError("it has an integer beyond 10**31")

@@ -211,7 +211,8 @@ def normalized_sums(
         if not rewards_differ(rewards_G, min_std=min_std):
             continue
         known = [reward for reward in rewards_G if reward is not None]
-        mean, deviation = fmean(known), stdev(known) + _TRL_EPSILON
+        mean = fmean(known)
+        deviation = stdev(known) + _TRL_EPSILON
         for index, reward in enumerate(rewards_G):
             if reward is not None:
                 sums_G[index] += weight * (reward - mean) / deviation

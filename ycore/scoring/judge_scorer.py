@@ -239,7 +239,8 @@ class JudgeScorer(Scorer):
 
     async def _compare(self, group: PendingGroup, first: int, second: int) -> float | None:
         """Return the share of wins of `first` over `second`; None where no verdict can be read."""
-        completion, other = await group.tasks_G[first], await group.tasks_G[second]
+        completion = await group.tasks_G[first]
+        other = await group.tasks_G[second]
         key = self._key(group, completion, other)
         try:
             return await self._win_share(

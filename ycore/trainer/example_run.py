@@ -66,7 +66,8 @@ class ExampleRun(TrainingRun):
 
     def _check_lengths(self, examples: ExampleSet) -> int:
         """How many rows TRL dropped because they are longer than `max_length`; it does not report them itself."""
-        num_rows, longest = len(self.trainer.train_dataset), self.trainer.args.max_length
+        num_rows = len(self.trainer.train_dataset)
+        longest = self.trainer.args.max_length
         too_long = len(examples.train) - num_rows
         if num_rows < self.trainer.args.per_device_train_batch_size:
             raise DataError(
@@ -116,7 +117,8 @@ class HeldOutRows(Evaluation):
         )
 
     def _figures(self, step: int) -> dict[str, float]:
-        trainer, began = self._run.trainer, time.perf_counter()
+        trainer = self._run.trainer
+        began = time.perf_counter()
         device = trainer.accelerator.device
         devices = [device] if device.type == "cuda" else []
         # A loader draws a seed, and training goes on with the numbers that it would have without.

@@ -56,7 +56,9 @@ class RolloutRun(TrainingRun):
         self.trainer.add_callback(self._evaluation)
 
     def _make_controller(self) -> Controller:
-        parts, peers, engines = self._parts, self._peers, self._engines()
+        parts = self._parts
+        peers = self._peers
+        engines = self._engines()
         self._journal = Journal(
             parts.home.journal, rank=peers.rank, world=peers.world, seed=parts.config.seed
         )
@@ -76,7 +78,9 @@ class RolloutRun(TrainingRun):
 
     def _take_rounds(self) -> Checkpoints:
         """Let the trainer learn from the controller's rounds, or from those in another run's journal."""
-        config, peers, trainer = self._parts.config, self._peers, self.trainer
+        config = self._parts.config
+        peers = self._peers
+        trainer = self.trainer
         if config.replay is None:
             trainer.rounds = self.controller
             prune = None if config.keep_journal else self._journal.prune
@@ -94,7 +98,8 @@ class RolloutRun(TrainingRun):
 
     def _engines(self) -> list[Engine]:
         """The engines of the machine; or the model in training."""
-        model, source = self.trainer.bare_model, None
+        model = self.trainer.bare_model
+        source = None
         if self._parts.config.engine.sync == "ipc":
             walk = partial(engine_weights, model, dtype=compute_dtype(self.config))
             source = WeightSource(walk, self.trainer.accelerator.device)
@@ -102,12 +107,11 @@ class RolloutRun(TrainingRun):
 
     def _share_weights(self, version: int) -> Path:
         """Write the policy's weights for the engines: the first rank of a machine does, and the others wait."""
-        folder, accelerator = self._parts.folder.shared_memory, self.trainer.accelerator
-        model, dtype, writes = (
-            self.trainer.bare_model,
-            compute_dtype(self.config),
-            accelerator.is_local_main_process,
-        )
+        folder = self._parts.folder.shared_memory
+        accelerator = self.trainer.accelerator
+        model = self.trainer.bare_model
+        dtype = compute_dtype(self.config)
+        writes = accelerator.is_local_main_process
         sync = self._parts.config.engine.sync
         if sync in ("auto", "merged"):
             num_bytes = write_weights(

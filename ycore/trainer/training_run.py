@@ -94,7 +94,8 @@ class RoundState:
         saved_world = read_checkpoint_manifest(checkpoint).world
         if saved_world == world:
             state = _read_state(checkpoint, rank)
-            trainer, batches = state["trainer"], _batches_file(checkpoint, rank)
+            trainer = state["trainer"]
+            batches = _batches_file(checkpoint, rank)
             unfinished = None
             if batches.is_file():
                 unfinished = _nested({**load_file(batches), **trainer["lists"]})
@@ -205,7 +206,8 @@ def _read_state(checkpoint: Path, rank: int) -> Any:
 
 def _flat(batches: MicroBatches) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:
     """`3/advantages` -> tensor, each with its own memory, as safetensors wants it; and the same for plain lists."""
-    tensors, lists = dict[str, torch.Tensor](), dict[str, list[Any]]()
+    tensors = dict[str, torch.Tensor]()
+    lists = dict[str, list[Any]]()
     for number, batch in enumerate(batches):
         for name, value in batch.items():
             if isinstance(value, torch.Tensor):
@@ -334,7 +336,8 @@ class TrainingRun(ABC, TrainerCallback):
         self.leads = bool(self.trainer.accelerator.is_main_process)
 
     def save_with(self, checkpoints: Checkpoints) -> None:
-        self.checkpoints, self.trainer.saving = checkpoints, checkpoints.saving
+        self.checkpoints = checkpoints
+        self.trainer.saving = checkpoints.saving
         self.trainer.add_callback(checkpoints)
 
     def on_step_begin(

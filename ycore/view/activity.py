@@ -117,7 +117,8 @@ class Scene:
 
     def queues(self) -> dict[str, tuple[int, int]]:
         """Return by role the requests in flight and those that wait, over all ranks that have reported it."""
-        in_flight, waiting = Counter[str](), Counter[str]()
+        in_flight = Counter[str]()
+        waiting = Counter[str]()
         for levels in self.activity.in_flight.values():
             for key, count in levels.values.items():
                 in_flight[_role_and_slot(key)[0]] += count * self._is_now(levels)

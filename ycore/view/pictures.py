@@ -12,7 +12,8 @@ Points = tuple[list[float], list[float]]
 """Steps, and the values at them."""
 
 BLUE, GREY, GREEN = "#2456a6", "#8a8f98", "#3f8f5f"
-HELD_OUT, HELD_OUT_LOSS = "ycore/eval/reward", "ycore/eval/loss"
+HELD_OUT = "ycore/eval/reward"
+HELD_OUT_LOSS = "ycore/eval/loss"
 
 
 # -- for every figure --------------------------------------------------------------------------------------------------
@@ -52,9 +53,11 @@ def literal(text: str) -> str:
 
 def points(metrics: Sequence[Row], *names: str) -> Points:
     """Return the steps at which one of `names` is a finite number, and its values."""
-    steps, values = [], []
+    steps = []
+    values = []
     for row in metrics:
-        step, value = number(row, "step"), number(row, *names)
+        step = number(row, "step")
+        value = number(row, *names)
         if step is not None and value is not None:
             steps.append(step)
             values.append(value)

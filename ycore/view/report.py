@@ -351,7 +351,8 @@ def advice(metrics: Sequence[Row], config: RunConfig) -> str | None:
         return None
     rewards = [_or_zero(row, *REWARD) for row in rows]
     third = len(rewards) // 3
-    early, late = rewards[:third], rewards[-third:]
+    early = rewards[:third]
+    late = rewards[-third:]
     change = fmean(late) - fmean(early)
     error = math.sqrt((variance(early) + variance(late)) / third)
     if change > 2 * error:

@@ -99,7 +99,8 @@ class TrackerPage(TrainerCallback):
         if not self._config.has_trackers or self._config.trl.get("log_completions"):
             return
         trainer.num_logged = self._config.trl.get("num_completions_to_print") or _MAX_LOGGED
-        self._rounds, self._log_every = trainer, every
+        self._rounds = trainer
+        self._log_every = every
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

@@ -39,6 +39,7 @@ class _Seen:
     solved: int = 0  # of its last groups, those in a row that were solved
 
 
+@dataclass(kw_only=True)
 class Curriculum:
     """Which positions of the run's order are drawn: `takes`. `learn` it from the groups of all ranks.
 
@@ -51,20 +52,13 @@ class Curriculum:
         least: of its positions, those at which a prompt is drawn that never taught: the policy may have learned since.
     """
 
-    def __init__(
-        self,
-        *,
-        seed: int,
-        guesses: Sequence[float] | None = None,
-        drop_after: int = 3,
-        drop_at: float = 1.0,
-        least: float = 0.1,
-    ) -> None:
-        self._seed = seed
-        self._guesses = guesses
-        self._drop_after = drop_after
-        self._drop_at = drop_at
-        self._least = least
+    seed: int
+    guesses: Sequence[float] | None = None
+    drop_after: int = 3
+    drop_at: float = 1.0
+    least: float = 0.1
+
+    def __post_init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
         self._best = float("-inf")
 
@@ -87,15 +81,15 @@ class Curriculum:
 
     def takes(self, position: int, row: int) -> bool:
         """Whether this row is drawn at this position; the same on every rank, and again after a resume."""
-        return number_from(f"curriculum/{self._seed}/{position}") / 2**63 < self.weight(row)
+        return number_from(f"curriculum/{self.seed}/{position}") / 2**63 < self.weight(row)
 
     def weight(self, row: int) -> float:
         """The share of its positions at which this row is drawn."""
         seen = self._seen.get(row, _Seen())
-        if 0 < self._drop_after <= seen.solved:
+        if 0 < self.drop_after <= seen.solved:
             return 0.0
-        guess = 1.0 if self._guesses is None else self._guesses[row]
-        return max(self._least, (seen.taught + _PRIOR * guess) / (seen.groups + _PRIOR))
+        guess = 1.0 if self.guesses is None else self.guesses[row]
+        return max(self.least, (seen.taught + _PRIOR * guess) / (seen.groups + _PRIOR))
 
     def learn(self, groups: Iterable[GroupLearned]) -> None:
         """Learn from the groups that the ranks wrote in a round, in an order that all ranks share."""
@@ -105,14 +99,12 @@ class Curriculum:
             seen = self._seen.setdefault(row, _Seen())
             seen.taught = seen.taught * _MEMORY + chance
             seen.groups = seen.groups * _MEMORY + 1
-            solved = reward > self._best * (self._drop_at if self._best > 0 else 1) - TOLERANCE
-            seen.solved = (
-                seen.solved + 1 if solved and (chance == 0 or self._drop_at < 1) else 0
-            )
+            solved = reward > self._best * (self.drop_at if self._best > 0 else 1) - TOLERANCE
+            seen.solved = seen.solved + 1 if solved and (chance == 0 or self.drop_at < 1) else 0
 
     @property
     def num_dropped(self) -> int:
-        return sum(0 < self._drop_after <= seen.solved for seen in self._seen.values())
+        return sum(0 < self.drop_after <= seen.solved for seen in self._seen.values())
 
     def state_dict(self) -> dict[str, Any]:
         rows = [

@@ -10,7 +10,7 @@ and those to come keep their order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,27 +168,30 @@ class Committed:
     """Whether it comes from the journal."""
 
 
+@dataclass(frozen=True)
 class Journal:
-    """One file a round and rank, named by its step and renamed into place (`run.resuming` has its format)."""
+    """One file a round and rank, named by its step and renamed into place (`run.resuming` has its format).
 
-    def __init__(self, folder: Path, *, rank: int, world: int = 1, seed: int = 0) -> None:
-        """`seed` is the run's; each completion's own follows from it and from the position of its prompt."""
-        self._folder = folder
-        self._rank = rank
-        self._world = world
-        self._seed = seed
+    `seed` is the run's; each completion's own follows from it and from the position of its prompt.
+    """
+
+    folder: Path
+    _: KW_ONLY
+    rank: int
+    world: int = 1
+    seed: int = 0
 
     def path(self, step: int) -> Path:
-        return round_file(self._folder, step, self._rank)
+        return round_file(self.folder, step, self.rank)
 
     def world_of(self, step: int) -> int | None:
         """The number of ranks that committed the round of that step; None where not all of them did."""
-        first = round_file(self._folder, step, 0)
+        first = round_file(self.folder, step, 0)
         if not first.is_file():
             return None
         _, content = read_round(first)
         world: int = content["world"]
-        is_whole = all(round_file(self._folder, step, rank).is_file() for rank in range(world))
+        is_whole = all(round_file(self.folder, step, rank).is_file() for rank in range(world))
         return world if is_whole else None
 
     def commit(
@@ -203,14 +206,14 @@ class Journal:
         It returns once the file is flushed to the disk under its name. An OSError, for example because the disk is
         full, leaves no file of that name.
         """
-        make_folder(self._folder)
+        make_folder(self.folder)
         content = {
-            "world": self._world,  # here it is under the sha256
+            "world": self.world,  # here it is under the sha256
             "groups": [to_json(group) for group in groups],
             "state": state,
             "metrics": dict(metrics or {}),
         }
-        label = {"step": step, "rank": self._rank, "world": self._world, "seed": self._seed}
+        label = {"step": step, "rank": self.rank, "world": self.world, "seed": self.seed}
         write_round(self.path(step), label, content)
 
     def read(self, step: int) -> Committed | None:
@@ -222,22 +225,22 @@ class Journal:
         world = self.world_of(step)
         if world is None:
             return None
-        if world == self._world:
-            return self._part(step, self._rank, world)
+        if world == self.world:
+            return self._part(step, self.rank, world)
         parts = [
             part for rank in range(world) if (part := self._part(step, rank, world)) is not None
         ]
         if len(parts) < world:
             return None
-        groups = reshard_round([part.groups for part in parts], world=self._world)
-        states = reshard_states([part.state for part in parts], world=self._world)
+        groups = reshard_round([part.groups for part in parts], world=self.world)
+        states = reshard_states([part.state for part in parts], world=self.world)
         return Committed(
-            groups[self._rank], states[self._rank], parts[0].metrics, is_replayed=True
+            groups[self.rank], states[self.rank], parts[0].metrics, is_replayed=True
         )
 
     def _part(self, step: int, rank: int, world: int) -> Committed | None:
         """A rank's part; None where that file is of a round of another number of ranks."""
-        path = round_file(self._folder, step, rank)
+        path = round_file(self.folder, step, rank)
         head, content = read_round(path)
         label = {"step": step, "rank": rank, "world": content["world"]}
         written = {name: head.get(name) for name in label}
@@ -250,15 +253,15 @@ class Journal:
 
     def prune(self, before: int) -> None:
         """Delete the rounds of steps before this one: a checkpoint holds what they taught."""
-        drop_rounds(self._folder, before=before, of=self._is_ours)
+        drop_rounds(self.folder, before=before, of=self._is_ours)
 
     def forget_from(self, step: int) -> None:
         """Delete the rounds of this step and later ones: another round of this step comes."""
-        drop_rounds(self._folder, after=step - 1, of=self._is_ours)
+        drop_rounds(self.folder, after=step - 1, of=self._is_ours)
 
     def _is_ours(self, rank: int) -> bool:
         """Each rank deletes its own files, and those of ranks that there are no more."""
-        return rank % self._world == self._rank
+        return rank % self.world == self.rank
 
 
 def record_metrics(committed: Committed, record: Callable[[str, float], None]) -> None:

@@ -68,17 +68,16 @@ def _pause_s(began: float) -> float:
     return min(_LAST_LOOK_S, max(_FIRST_LOOK_S, _PATIENCE * (time.monotonic() - began)))
 
 
-class Tally:
+class Tally(NamedTuple):
     """One round's counts over all ranks. `need`: groups that all ranks need together."""
 
-    def __init__(self, store: dist.Store, key: str, *, need: int) -> None:
-        self.need = need
-        self._store = store
-        self._key = key
+    store: dist.Store
+    key: str
+    need: int
 
     def add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
         """Add what this rank has done; returns all three counts at that moment."""
-        total = int(self._store.add(self._key, kept + _FIELD * (in_flight + _FIELD * drawn)))
+        total = int(self.store.add(self.key, kept + _FIELD * (in_flight + _FIELD * drawn)))
         return Counts(total % _FIELD, total // _FIELD % _FIELD, total // _FIELD**2)
 
 

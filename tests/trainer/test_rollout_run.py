@@ -290,17 +290,28 @@ def test_a_run_draws_two_datasets_by_share_and_tells_their_rewards_apart(
             {"dataset": str(tmp_path / "rows.jsonl"), "share": 3, "rewards": [reward]},
             {"dataset": str(tmp_path / "talk.jsonl"), "share": 1, "rewards": ["length"]},
         ],
+        "eval_every": 2,
         "rewards": [RewardConfig(reward=reward), RewardConfig(reward="length")],
         "sampling": {"dynamic": False},
         "prompts_per_step": 16,
         "keep_journal": True,
     }
+    for part in settings["mixture"]:
+        part["eval_dataset"] = part["dataset"]
     folder = run_folder(tmp_path, model, **settings)
     code, told = finish(folder, ended)
     assert code == 0, told
-    rows = read_metrics(folder.metrics)
+    before, *rows = read_metrics(folder.metrics)
     names = [f"ycore/reward/{name}" for name in ("rows.jsonl", "talk.jsonl")]
     assert len(rows) == 2 and all(set(names) <= row.keys() for row in rows)
+    # Each dataset's held-out rows are scored by its own reward, and have figures under its name: of 8 rows and of 1.
+    for row in (before, rows[-1]):
+        of_all, of_sums, of_talk = (
+            row[f"ycore/eval/{name}reward"] for name in ("", "rows.jsonl/", "talk.jsonl/")
+        )
+        assert of_all == pytest.approx((8 * of_sums + of_talk) / 9)
+        assert of_talk == row["ycore/eval/talk.jsonl/rewards/length"]
+        assert "ycore/eval/talk.jsonl/rewards/spread" not in row
     drawn = []
     for number in (0, 1):
         round_ = Journal(folder.journal, rank=0).read(number)

@@ -73,12 +73,8 @@ class Image(NamedTuple):
     height: int
 
 
-def in_blocks(content: Content, pictures: Sequence[Any] | None = None) -> list[dict[str, Any]]:
-    """Chat turns in blocks of text and images, as processors and TRL take them: `{"type": "image"}` at each mark.
-
-    With `pictures`, in the order of the marks, each block has its own under `image`.
-    """
-    images = iter(pictures or ())
+def in_blocks(content: Content) -> list[dict[str, Any]]:
+    """Chat turns in blocks of text and images, as processors and TRL take them: `{"type": "image"}` at each mark."""
     turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
 
     def blocks(text: str) -> list[dict[str, Any]]:
@@ -87,11 +83,7 @@ def in_blocks(content: Content, pictures: Sequence[Any] | None = None) -> list[d
             [{"type": "text", "text": first}] if first or not rest else []
         )
         for part in rest:
-            content_blocks.append(
-                {"type": "image"}
-                if pictures is None
-                else {"type": "image", "image": next(images)}
-            )
+            content_blocks.append({"type": "image"})
             content_blocks += [{"type": "text", "text": part}] if part else []
         return content_blocks
 

@@ -33,12 +33,11 @@ from ycore.scoring.scorers import (
 
 
 def check_rollouts(
-    config: RunConfig, model: ModelPlan, site: Site, *, step: int | None, show_rows: int
+    config: RunConfig, model: ModelPlan, site: Site, show_rows: int
 ) -> dict[str, Any]:
     """Plan the parts that only a run with rollouts has; UserError where they cannot work.
 
     Args:
-        step: the checkpoint that the run goes on from; None is the newest.
         show_rows: how many of the dataset's rows the plan shows.
     """
     engine: EngineKind = REPLAY

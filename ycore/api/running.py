@@ -62,7 +62,7 @@ def checked_plan(
     model = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
     site = site_of(config, trains=trains)
     if isinstance(config, RunConfig):
-        details = check_rollouts(config, model, site, step=how.step, show_rows=show_rows)
+        details = check_rollouts(config, model, site, show_rows)
     else:
         details = _check_examples(config, model, site, show_rows)
     batch = details.pop("batch")

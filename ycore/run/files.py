@@ -205,10 +205,10 @@ def sync_tree(folder: Path) -> None:
             sync(path)
 
 
-def make_folder(path: Path, *, mode: int = 0o700) -> None:
+def make_folder(path: Path) -> None:
     """Make a folder and those above it where they are missing, so that they are there after a loss of power too."""
     missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
-    path.mkdir(mode=mode, parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for folder in missing:
         sync(folder.parent)
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,16 +44,15 @@ OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 """The variables that torchrun gives every rank."""
 
 
-def this_rank(environment: Mapping[str, str] | None = None) -> Rank:
+def this_rank() -> Rank:
     """Return the rank of this process; the only one where no launcher of ranks started it."""
-    variables = os.environ if environment is None else environment
-    if not variables.keys() >= OF_RANKS:
+    if not os.environ.keys() >= OF_RANKS:
         return Rank()
     return Rank(
-        number=int(variables["RANK"]),
-        world=int(variables["WORLD_SIZE"]),
-        local=int(variables["LOCAL_RANK"]),
-        local_world=int(variables["LOCAL_WORLD_SIZE"]),
+        number=int(os.environ["RANK"]),
+        world=int(os.environ["WORLD_SIZE"]),
+        local=int(os.environ["LOCAL_RANK"]),
+        local_world=int(os.environ["LOCAL_WORLD_SIZE"]),
     )
 
 

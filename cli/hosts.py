@@ -24,10 +24,9 @@ from typing import IO, TextIO
 from ycore import __version__
 from ycore.errors import ConfigError, Interrupted
 from ycore.foreign import foreign_json
-from ycore.launch.layout import MEETING_SECRET, WAITS
+from ycore.launch.layout import MEETING_SECRET, SSH, WAITS
 from ycore.run.interrupt import StopRequests
 
-_SSH = "ssh -T -oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=2 -oServerAliveCountMax=2 --"
 _JOIN = "import ycore_cli; from ycore_cli.hosts import join; join(); ycore_cli.start()"
 _GREETING = b"ycore-host"
 _BEAT = b"."
@@ -53,7 +52,7 @@ class Host:
         """Let the host wait for its command."""
         join = shlex.join([sys.executable, "-P", "-c", _JOIN])
         self.ssh = subprocess.Popen(
-            [*_SSH.split(), self.name, f"cd {shlex.quote(os.getcwd())} && exec {join}"],
+            [*SSH.split(), self.name, f"cd {shlex.quote(os.getcwd())} && exec {join}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

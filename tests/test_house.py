@@ -27,11 +27,11 @@ SOURCES = sorted(
     ]
 )
 
-MAX_TOKENS = 309_800
+MAX_TOKENS = 309_900
 MAX_TOKENS_PER_LINE = 8.27
 MAX_FILES = 211
 MAX_FUNCTION_TOKENS = 500
-MAX_MEAN_IMPORTS = 5.66
+MAX_MEAN_IMPORTS = 5.67
 """Modules of ycore that a file imports: a reader who opens it must know these too."""
 MAX_IMPORTS = 21
 MAX_VAGUE_NAMES = 30

@@ -24,6 +24,7 @@ import math
 import random
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -266,11 +267,15 @@ class Server:
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-                _, path, _ = head[0].split()
+                method, path, _ = head[0].split()
                 headers = {
                     line.partition(":")[0].lower(): line.partition(":")[2].strip()
                     for line in head[1:]
                 }
+                if method == "PUT":
+                    folder = await self._take_file(Path(path).name, reader)
+                    writer.write(_as_http(200, folder))
+                    continue
                 length = int(headers.get("content-length", 0))
                 body = json.loads(await reader.readexactly(length)) if length else {}
                 status, answer = await self._answer(path, body)
@@ -282,6 +287,17 @@ class Server:
             pass  # the client has gone
         finally:
             writer.close()
+
+    async def _take_file(self, name: str, reader: asyncio.StreamReader) -> str:
+        """Write a file of weights that comes in chunks, as `vllm_plugin.WeightFiles` does; return its folder."""
+        folder = Path(tempfile.gettempdir()) / "weights"
+        folder.mkdir(exist_ok=True)
+        with (folder / name).open("wb") as file:
+            while length := int(await reader.readline(), 16):
+                file.write(await reader.readexactly(length))
+                await reader.readline()
+            await reader.readline()
+        return str(folder)
 
     async def _answer(self, path: str, body: dict[str, Any]) -> Answer:
         """Status 0 closes the connection instead."""

@@ -168,7 +168,7 @@ def test_the_output_has_a_default(
             {"rewards": []},
             "rewards must be a list of 1 or more; it is []; name one, e.g. --reward exact_answer",
         ),
-        ({"engine": {"count": 0}}, "engine.count must be 'auto' or greater than 0; it is 0"),
+        ({"engine": {"count": -1}}, "engine.count must be 'auto' or at least 0; it is -1"),
         (
             {"engine": {"kind": "vlm"}},
             "engine.kind must be 'auto', 'vllm' or 'transformers'; it is 'vlm'; did you mean 'vllm'?",

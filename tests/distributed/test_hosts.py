@@ -1,4 +1,4 @@
-"""`--hosts`: one command in one terminal, which is a machine of its own here, runs on others over a real ssh.
+"""`--hosts` and `engine.hosts`: a terminal, which is a machine of its own here, runs commands or engines over a real ssh.
 
 Machines are network namespaces, each with an sshd; the scripted engine and light ranks (`light_rank`) work on them.
 """
@@ -19,13 +19,15 @@ import pytest
 
 from tests.distributed.light_rank import FAILS_WITH, MODULE, write_launcher
 from tests.distributed.network import Host, network
-from tests.harness import COMMAND, ENVIRONMENT, HANG_S
+from tests.harness import COMMAND, ENVIRONMENT, HANG_S, command_line
 from tests.tiny_model import write_tiny_model
 from ycore import __version__
 from ycore.launch.guardian import remove_leftovers
 from ycore.launch.layout import MEETING_SECRET
+from ycore.placement.placement import ROLLOUT
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
+from ycore.run.trace import Span, parse_event
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +42,8 @@ SECRET = "hf_abcdefghijklmnopqrstuvwx0123"
 # Each host's Python exchanges the engine's command as `tests.chaos.command` does.
 SITE = """
 import sys
-if "ycore_cli.hosts" in " ".join(sys.orig_argv):
+words = " ".join(sys.orig_argv)
+if "ycore_cli.hosts" in words or "engine_watch serve" in words:
     from tests.chaos.command import put_in_place
     put_in_place({options})
 """
@@ -108,6 +111,25 @@ class Terminal:
         node = self.host.start(command, cwd=self.place, log=self.log, environment=environment)
         self.commands.append(node)
         return node
+
+    def start_with_engines(
+        self, hosts: list[str], more: str, scripted: dict[str, str] | None
+    ) -> "subprocess.Popen[bytes]":
+        """Train on the terminal's machine, with engines on the hosts."""
+        environment = {**ENVIRONMENT, "PATH": f"{self.place}/bin:{os.environ['PATH']}"}
+        words = [*WORDS.split(), "--set", f"engine.hosts={json.dumps(hosts)}", *more.split()]
+        command = command_line(words, scripted_engine=scripted)
+        environment["PYTHONPATH"] = str(ROOT)
+        node = self.host.start(command, cwd=self.place, log=self.log, environment=environment)
+        self.commands.append(node)
+        return node
+
+    def wait_until_said(self, words: str) -> None:
+        deadline = time.monotonic() + HANG_S
+        while words not in self.said():
+            assert self.commands[-1].poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.05)
 
     def said(self) -> str:
         return self.log.read_text()
@@ -314,3 +336,80 @@ def test_whatever_ends_the_run_ends_all_of_it(
     assert words in terminal.said()
     assert json.loads(terminal.folder.summary.read_text())["status"] == status
     terminal.assert_nothing_is_left([terminal.host], began)
+
+
+def slots_that_wrote(folder: RunFolder) -> list[int]:
+    """The slot of each request, in the order in which they ended."""
+    events = filter(None, map(parse_event, folder.trace.read_text().splitlines()))
+    spans = (event for event in events if isinstance(event, Span))
+    return [span.slot for span in spans if span.name == ROLLOUT]
+
+
+def test_an_engine_elsewhere_writes_is_lost_and_comes_back(terminal: Terminal) -> None:
+    terminal.open_doors(ranks=None, hosts=terminal.hosts[:1])
+    command = terminal.start_with_engines(["node0"], "--steps 10000", {"--token-s": "0.01"})
+    terminal.wait_for_steps(2)
+    assert "CPU core each of node0" in terminal.said()
+    assert set(slots_that_wrote(terminal.folder)) == {0, 1, 2}
+    began = time.monotonic()
+    terminal.hosts[0].cut()
+    terminal.wait_until_said("on node0 ended with exit status 255")
+    lost_s = time.monotonic() - began
+    terminal.wait_for_steps(len(read_metrics(terminal.folder.metrics)) + 3)
+    terminal.hosts[0].join()
+    terminal.wait_until_said("is back")
+    print(f"lost after {lost_s:.1f} s, back after {time.monotonic() - began:.1f} s")
+    num_before = len(slots_that_wrote(terminal.folder))
+    steps = len(read_metrics(terminal.folder.metrics))
+    terminal.wait_for_steps(steps + 2)
+    assert {1, 2} & set(slots_that_wrote(terminal.folder)[num_before:])
+    command.send_signal(signal.SIGINT)
+    assert command.wait(ENDED_WITHIN_S) == 130, terminal.said()
+    rows = read_metrics(terminal.folder.metrics)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert min(row["ycore/sync_proved"] for row in rows[-2:]) == 1.0
+    terminal.assert_nothing_is_left(terminal.hosts, time.monotonic())
+
+
+@pytest.mark.verify
+def test_engines_elsewhere_are_waited_for_and_end_with_a_killed_command(
+    terminal: Terminal,
+) -> None:
+    terminal.open_doors(ranks=None, hosts=terminal.hosts[:1])
+    command = terminal.start_with_engines(["node0"], "--steps 10000 --set engine.count=0", {})
+    terminal.wait_for_steps(1)
+    for pid in terminal.pids(terminal.hosts[0]):
+        if "tests.chaos.scripted_engine" in psutil.Process(pid).cmdline():
+            os.kill(pid, signal.SIGKILL)
+    terminal.wait_until_said(
+        "on node0 ended with exit status 1: error: rollout-0 ended with killed by SIGKILL"
+    )
+    terminal.wait_until_said("is back")
+    terminal.wait_for_steps(len(read_metrics(terminal.folder.metrics)) + 2)
+    command.kill()
+    seconds = terminal.assert_nothing_is_left(terminal.hosts, time.monotonic())
+    print(f"nothing left after {seconds:.1f} s")
+
+
+def test_a_host_without_a_door_is_refused(terminal: Terminal) -> None:
+    command = terminal.start_with_engines(["node0"], "--steps 1", {})
+    assert command.wait(HANG_S) == 2
+    assert "engine.hosts: node0" in terminal.said() and "ssh node0" in terminal.said()
+
+
+@pytest.mark.verify
+def test_vllm_on_a_host_writes_for_a_trainer_here(terminal: Terminal) -> None:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    terminal.open_doors(ranks=None, hosts=terminal.hosts[:1], site="")
+    door = psutil.Process(terminal.commands[-1].pid)
+    door.cpu_affinity(door.cpu_affinity()[:1])  # a machine of one core
+    more = "--steps 4 --max-staleness 2 --set engine.count=0"
+    command = terminal.start_with_engines(["node0"], more, None)
+    assert command.wait(HANG_S) == 0, terminal.said()
+    rows = read_metrics(terminal.folder.metrics)
+    print([(row["ycore/time/step"], row.get("ycore/time/sync")) for row in rows])
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["ycore/sync_proved"] == 1.0
+    assert rows[-1]["ycore/stale_gap"] < 0.01, "the engine has the trainer's own weights"
+    terminal.assert_nothing_is_left(terminal.hosts, time.monotonic())

@@ -70,6 +70,7 @@ def test_the_command_on_cpu() -> None:
         *["--generation-config", "vllm", "--uvicorn-log-level", "warning"],
         *["--worker-extension-cls", "ycore.engine.vllm_extension.PolicyWorker"],
         *["--logprobs-mode", "processed_logprobs"],
+        *["--middleware", "ycore.engine.vllm_plugin.WeightFiles"],
         *["--distributed-executor-backend", "uni", "--block-size", "32"],
         *["--max-num-batched-tokens", "2048"],
         *["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-log-stats"],

@@ -11,6 +11,7 @@ import torch
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine import weights
 from ycore.errors import ConfigError
+from ycore.launch import engines
 from ycore.launch.device_memory import facts_here
 from ycore.launch.layout import Machine, planned_site
 from ycore.launch.machine_checks import check_run
@@ -85,6 +86,21 @@ def test_what_needs_engines_of_their_own(
         ConfigError, match=f"{message}, and transformers does not; leave it out"
     ):
         check(CORES, engine={"kind": "transformers", **engine}, sampling=sampling)
+
+
+def test_engines_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "machine_of", lambda host: CORES)
+    check(CORES, engine={"hosts": ["b"], "count": 0})
+    with pytest.raises(ConfigError, match=r"count 0 leaves no engine; .* in engine.hosts"):
+        check(CORES, engine={"count": 0})
+    with pytest.raises(ConfigError, match=r"engine\.hosts .* leave engine\.sync=ipc out"):
+        check(CORES, engine={"hosts": ["b"], "sync": "ipc"})
+    with pytest.raises(ConfigError, match="on other machines, and transformers does not"):
+        check(CORES, engine={"hosts": ["b"], "kind": "transformers"})
+    with pytest.raises(
+        ConfigError, match=r"engines of the policy alone.*; ask that at a base_url"
+    ):
+        check(CORES, judge=SMALL, engine={"hosts": ["b"]})
 
 
 def test_completions_of_several_rounds_need_engines_that_give_back_what_they_began() -> None:

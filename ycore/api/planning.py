@@ -107,7 +107,7 @@ def run_length(
         no_forecast = f"the speed of {engine} is not known beforehand"
     elif site.layout.num_machines > 1:
         no_forecast = "the speed of the network between machines is not known"
-    elif site.apart is not None:
+    elif site.apart is not None or (isinstance(config, RunConfig) and config.engine.hosts):
         no_forecast = "engines write on devices of their own while training goes on"
     elif (policy := device_memory.facts_here(config.model)) is None:
         no_forecast = f"the sizes of {config.model} are not known here"
@@ -157,7 +157,7 @@ def _rollouts_time(
 
     At the fast end completions are brief and every group teaches; at the slow end they are as long as they may be.
     """
-    models, slots, sharing = engines.arrange(config, site, device_memory.facts_here)
+    _, models, slots, sharing = engines.arrange(config, site, device_memory.facts_here)
     scorer = first_scorer(models)
     facts = None if scorer is None else device_memory.facts_here(scorer.name)
     prompt_tokens = details["dataset"]["reading"]["mean_tokens"]

@@ -155,7 +155,9 @@ class EngineSettings(Strict):
     # `auto` is vLLM where it is installed, else transformers inside the trainer.
     kind: Literal["auto", "vllm", "transformers"] = "auto"
     # Number of slots; `auto` is as many as the devices give, and on a CPU one per core, at most two.
-    count: Literal["auto"] | Positive = "auto"
+    count: Literal["auto"] | Whole = "auto"
+    # Other machines, by their names for ssh, all of whose devices hold engines of the policy.
+    hosts: list[str] = []
     # GPUs, or cores of a CPU, that engines have to themselves: the last ones, and training has the others.
     devices: Literal["shared"] | Positive = "shared"
     # Devices, or cores of a CPU, that one engine of the policy spans; `auto`: the fewest that fit, on a CPU 1.

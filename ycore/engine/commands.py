@@ -53,6 +53,7 @@ _ROLE_OPTIONS: dict[str, dict[str, str]] = {
     ROLLOUT: {
         "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": "ycore.engine.vllm_extension.PolicyWorker",
+        "--middleware": "ycore.engine.vllm_plugin.WeightFiles",
     },
     # Label verdicts are read from the model's own probabilities, whatever the temperature.
     JUDGE: {"--logprobs-mode": "raw_logprobs"},
@@ -138,6 +139,8 @@ class EngineSpec:
     deterministic: bool = False  # a sequence gets the same in any batch, at a price
     lora_rank: int = 0  # of the policy's adapters, where they are sent alone; 0 where merged
     sees: bool = False  # prompts come with pictures
+    host: str = ""  # another machine by its name for ssh, which fetches the model by its name
+    model_name: str = ""
 
     @property
     def on_cpu(self) -> bool:
@@ -293,7 +296,7 @@ def _may_have(name: str, value: str) -> bool:
 
 def split_evenly(items: Sequence[T], count: int) -> list[tuple[T, ...]]:
     """Split the items into `count` runs whose lengths differ by one at most."""
-    bounds = [len(items) * share // count for share in range(count + 1)]
+    bounds = [len(items) * share // max(1, count) for share in range(count + 1)]
     return [tuple(items[bounds[k] : bounds[k + 1]]) for k in range(count)]
 
 

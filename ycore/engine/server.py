@@ -21,7 +21,7 @@ then may leave weights dropped, so the next sleep is at least as deep.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection, HTTPException
@@ -176,6 +176,7 @@ class Server:
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
+        content: AsyncIterable[bytes] | None = None,
         is_json: bool = True,
     ) -> Any:
         """Send one request to whatever process is there; NoAnswer where a retry may help, else EngineError.
@@ -185,7 +186,7 @@ class Server:
         import httpx
 
         try:
-            response = await self._client.request(method, path, json=body)
+            response = await self._client.request(method, path, json=body, content=content)
         except httpx.HTTPError as error:
             why = str(error) or type(error).__name__
             raise NoAnswer(
@@ -289,6 +290,11 @@ _CHANGING = ".between"  # suffix of the file while the engine falls asleep or wa
 def asleep_file(socket: Path) -> Path:
     """Return the file that exists while the engine behind the socket sleeps; it holds the level."""
     return socket.with_suffix(".asleep")
+
+
+def own_socket(socket: Path) -> Path:
+    """Return the socket of an engine on another machine, to which `socket` leads unless the engine is lost."""
+    return socket.with_suffix(".host")
 
 
 def mark_asleep(socket: Path, level: int) -> None:

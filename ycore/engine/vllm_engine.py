@@ -13,7 +13,7 @@ from typing import Any
 
 from ycore.engine import Engine, SamplingParams, WeightSource
 from ycore.engine.judge_engine import prompt_logprobs, prompt_request
-from ycore.engine.server import Server, SleepingEngine, reload_from_disk
+from ycore.engine.server import Server, SleepingEngine, own_socket, reload_from_disk
 from ycore.engine.shared_bucket import Bucket
 from ycore.engine.sight import Sight
 from ycore.engine.vllm_plugin import NOT_LOADED
@@ -34,6 +34,7 @@ _UNLOAD = "/v1/unload_lora_adapter"
 _LOCK_LOOK_S = 0.02
 _RESET_TRIES = 50
 _RESET_WAIT_S = 0.1
+_CHUNK_BYTES = 2**20
 
 
 class VllmEngine(Server, Engine):
@@ -205,7 +206,7 @@ class VllmEngine(Server, Engine):
         if self._weights is None or not self._can_take_weights:
             return True
         folder, version = self._weights
-        async with locked(self.socket.with_suffix(".loading")):
+        async with locked(self.socket.resolve().with_suffix(".loading")):
             if not self.is_home:
                 loaded = (await self.request_once("GET", _WEIGHT_INFO))["weight_version"]
                 if loaded == str(version):
@@ -218,12 +219,13 @@ class VllmEngine(Server, Engine):
         sums = read_manifest(folder, version=version)
         sums = {name: sums[name] for name in sums if not name.startswith(NOT_LOADED)}
         if has_adapters(sums):
-            await self._load_adapters(folder)
+            await self._load_adapters(await self._path_there(folder))
             workers = await self._call("held_policy")
         elif self.source is not None:
             workers = await self._load_by_bucket(self.source, folder, sums)
         else:
-            workers = await self._call("load_policy", weights_path=str(folder))
+            path = await self._path_there(folder)
+            workers = await self._call("load_policy", weights_path=path)
         pieces = [piece for worker in workers for piece in worker or ()]
         try:
             self.verified_share = check_read_back(sums, pieces, at_least=self._min_verified)
@@ -266,7 +268,11 @@ class VllmEngine(Server, Engine):
             await self._call("load_bucket", entries=entries)
         return await self._call("close_bucket")
 
-    async def _load_adapters(self, folder: Path) -> None:
+    async def _path_there(self, folder: Path) -> str:
+        """Return the path at which the engine finds the folder."""
+        return str(folder)
+
+    async def _load_adapters(self, path: str) -> None:
         """Under a new name each time: with `load_inplace`, vLLM would read the files again at each step of decoding."""
         models = (await self.request_once("GET", "/v1/models"))["data"]
         for model in models:
@@ -275,8 +281,36 @@ class VllmEngine(Server, Engine):
                     "POST", _UNLOAD, {"lora_name": model["id"]}, is_json=False
                 )
         await self.request_once(
-            "POST", _LOAD, {"lora_name": self._model, "lora_path": str(folder)}, is_json=False
+            "POST", _LOAD, {"lora_name": self._model, "lora_path": path}, is_json=False
         )
+
+
+class HostEngine(VllmEngine):
+    """The policy on another machine, which is sent files of weights.
+
+    While it is lost, the launcher lets its socket lead to another engine, which gets its weights from its own client.
+    """
+
+    async def prepare(self) -> bool:
+        was_home = self.is_home
+        self.is_home = was_home and self.socket.readlink() == own_socket(self.socket)
+        try:
+            return await super().prepare()
+        finally:
+            self.is_home = was_home
+
+    async def _path_there(self, folder: Path) -> str:
+        """Send the folder's files; vLLM's server reads them from a folder of its own."""
+        path = ""
+        for file in sorted(folder.iterdir()):
+            path = await self.request_once("PUT", f"/{file.name}", content=_chunks(file))
+        return path
+
+
+async def _chunks(file: Path) -> AsyncIterator[bytes]:
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK_BYTES):
+            yield chunk
 
 
 @asynccontextmanager

@@ -6,14 +6,19 @@ threads; until then the server has not. vLLM's default is a fork too, but for CP
 
 Read pictures where torchvision is missing: transformers 5.17 and vLLM 0.31 import it for processors that Pillow is enough
 for. And vLLM knows a SigLIP tower's weights by names that transformers 5.17 does not write.
+
+`WeightFiles` takes weights where the trainer is on another machine.
 """
 
 import importlib
 import multiprocessing
 import os
 import sys
+import tempfile
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 FORKED = "YCORE_ENGINE_FORKS"
 """The environment variable of a server whose engine core is forked."""
@@ -36,6 +41,27 @@ def register() -> None:
     if os.environ.get(SIGHTED) == "1":
         use_pillow()
         _rename_tower()
+
+
+class WeightFiles:
+    """Write the files that are sent with PUT into a folder of the server's own, and answer with that folder."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._folder = Path(tempfile.gettempdir()) / "weights"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.requests import Request
+        from starlette.responses import JSONResponse
+
+        if scope["type"] != "http" or scope["method"] != "PUT":
+            await self._app(scope, receive, send)
+            return
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        with (self._folder / Path(scope["path"]).name).open("wb") as file:
+            async for chunk in Request(scope, receive).stream():
+                file.write(chunk)
+        await JSONResponse(str(self._folder))(scope, receive, send)
 
 
 def _fork_the_core() -> None:

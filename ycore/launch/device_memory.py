@@ -288,7 +288,7 @@ class RunMemory:
         count = self._config.engine.count
         if machine.is_sliced:
             return 1
-        return max(1, len(machine.parts[0]) // (1 if count == "auto" else count))
+        return max(1, len(machine.parts[0]) // (1 if count == "auto" else max(1, count)))
 
     def _has_room(
         self, model: ServedModel, facts: ModelFacts | None, models: Sequence[ServedModel]

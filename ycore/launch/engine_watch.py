@@ -2,15 +2,26 @@
 
 An engine that was never ready is not started again, since the same would stop it again. The clients in the trainer
 prepare a new process, for example with the policy's weights, before they use it (`ycore.engine.server`).
+
+`python -m ycore.launch.engine_watch` is the host's side of an engine on another machine (`ssh_command`).
 """
 
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from pydantic import TypeAdapter
 
 from ycore.engine import commands
 from ycore.engine.server import (
@@ -20,10 +31,14 @@ from ycore.engine.server import (
     asleep_file,
     is_healthy,
     mark_asleep,
+    own_socket,
     request_succeeds,
 )
-from ycore.errors import EngineError
+from ycore.errors import EngineError, YcoreError
+from ycore.launch.guardian import guarded
+from ycore.launch.layout import installed_version, on_host, this_machine
 from ycore.launch.processes import ManagedProcess
+from ycore.models.fetch import fetch_named
 from ycore.placement.placement import ROLLOUT
 from ycore.run.paths import RunFolder
 from ycore.run.reports import is_alive, kill_tree
@@ -33,6 +48,9 @@ _POLL_S = 0.2
 _POLL_STARTING_S = 1.0
 _POLL_READY_S = 5.0
 _GONE_WITHIN_S = 10.0
+_FORWARDS = "-oControlPath=none -oExitOnForwardFailure=yes -oStreamLocalBindUnlink=yes"
+_SILENT_S = 15.0  # after which an engine takes its launcher on another machine for gone
+_TRY_AGAIN_S = 10.0  # between starts of a lost engine on another machine
 
 
 class EngineFault(NamedTuple):
@@ -51,24 +69,35 @@ class LiveEngine:
     _: KW_ONLY
     health_timeout_s: float
     was_ready: bool = field(default=False, init=False)
+    is_lost: bool = field(default=False, init=False)
+    """Whether it is on another machine, and the run goes on without it."""
 
     def __post_init__(self) -> None:
         self.name = self.engine.name
         self.log = self.folder.log(self.name)
+        socket = self.engine.socket
+        self.socket = own_socket(socket) if self.engine.host else socket
         self._start()
 
     def _start(self) -> None:
-        self.engine.socket.unlink(
-            missing_ok=True
-        )  # left by a killed process; nobody listens on it
-        asleep_file(self.engine.socket).unlink(missing_ok=True)
+        self.socket.unlink(missing_ok=True)  # left by a killed process; nobody listens on it
+        asleep_file(self.socket).unlink(missing_ok=True)
+        if self.engine.host and not self.is_lost:
+            self.lead_to(self.socket)
+        if self.engine.host:
+            command = ssh_command(self.engine)
+            environment = dict(os.environ)
+        else:
+            command = commands.engine_command(self.engine)
+            environment = commands.engine_environment(self.engine)
         self._process = ManagedProcess(
             self.name,
-            commands.engine_command(self.engine),
-            environment=commands.engine_environment(self.engine),
+            command,
+            environment=environment,
             run_id=self.folder.run_id,
             log=self.log,
-            cores=self.engine.cores,
+            cores=None if self.engine.host else self.engine.cores,
+            takes_beats=bool(self.engine.host),
         )
         self.is_ready = False
         self.started = self._polled = time.monotonic()
@@ -92,6 +121,12 @@ class LiveEngine:
     def last_line(self) -> str:
         return self._process.last_line()
 
+    def lead_to(self, socket: Path) -> None:
+        """Let an engine on another machine be reached at this socket, its own or another engine's."""
+        link = self.engine.socket.with_suffix(".link")
+        link.symlink_to(socket)
+        link.replace(self.engine.socket)
+
     def poll(self) -> bool:
         """Ask the server for its health when it is time to; True when it has just become ready."""
         now = time.monotonic()
@@ -101,7 +136,7 @@ class LiveEngine:
         if now - self._polled < interval_s:
             return False
         self._polled = now
-        if not is_healthy(self.engine.socket):
+        if not is_healthy(self.socket):
             self._silent_since = self._silent_since or now
             if not self.is_ready:
                 self._seen_starting = self._process.tree()[1:]
@@ -159,7 +194,8 @@ class EngineWatch:
 
     @property
     def are_ready(self) -> bool:
-        return all(engine.is_ready for engine in self.engines)
+        """Whether all are, but for those that are lost."""
+        return all(engine.is_ready or engine.is_lost for engine in self.engines)
 
     def processes(self) -> list[psutil.Process]:
         return [process for engine in self.engines for process in engine.processes()]
@@ -170,20 +206,40 @@ class EngineWatch:
             if engine.poll():
                 self._say_ready(engine)
             fault = engine.find_fault()
-            if fault is not None:
+            starting_s = 0.0 if engine.is_ready else time.monotonic() - engine.started
+            if fault is None and starting_s > self.start_timeout_s:
+                limit = f"{self.start_timeout_s:.0f} s (engine.start_timeout_s)"
+                problem = f"was not ready after {limit}: {engine.last_line()}"
+                fault = EngineFault(problem, hangs=True)
+            if fault is not None and engine.engine.host and engine.was_ready:
+                self._go_on_without(engine, fault)
+            elif fault is not None:
                 self._restart(engine, fault)
-            elif (
-                not engine.is_ready and time.monotonic() - engine.started > self.start_timeout_s
-            ):
-                why = f"{engine.name} was not ready after {self.start_timeout_s:.0f} s: {engine.last_line()}"
-                self.on_hang(why)
-                raise EngineError(f"{why} (see {engine.log}, or raise engine.start_timeout_s)")
 
     def check(self) -> None:
         """Raise EngineError where an engine has a fault; nothing is started."""
         for engine in self.engines:
-            if (fault := engine.find_fault()) is not None:
+            if not engine.is_lost and (fault := engine.find_fault()) is not None:
                 raise EngineError(f"{engine.name} {fault.problem} (see {engine.log})")
+
+    def _go_on_without(self, engine: LiveEngine, fault: EngineFault) -> None:
+        """Let another engine answer for one of another machine, and try to start it again now and then."""
+        if not engine.is_lost:
+            engine.is_lost = True
+            self.say(
+                f"{engine.name} on {engine.engine.host} {fault.problem}; the run goes on without it until it is back"
+            )
+        engine.is_ready = False
+        engine.socket.unlink(missing_ok=True)
+        ready = [
+            other.socket
+            for other in self.engines
+            if other.is_ready and other.engine.role == engine.engine.role
+        ]
+        if ready and engine.engine.socket.readlink() not in ready:
+            engine.lead_to(ready[0])
+        if time.monotonic() - engine.started > _TRY_AGAIN_S:
+            engine.restart()
 
     def _restart(self, engine: LiveEngine, fault: EngineFault) -> None:
         problem = f"{engine.name} {fault.problem}"
@@ -199,7 +255,10 @@ class EngineWatch:
         engine.restart()
 
     def _say_ready(self, engine: LiveEngine) -> None:
-        if self.num_restarts:
+        if engine.is_lost:
+            engine.lead_to(engine.socket)
+        if self.num_restarts or engine.is_lost:
+            engine.is_lost = False
             self.say(f"{engine.name} is back after {time.monotonic() - engine.started:.0f} s")
         elif self.are_ready:
             engines = "engine" if len(self.engines) == 1 else f"{len(self.engines)} engines"
@@ -249,10 +308,67 @@ def start_engines(
 
 def start_order(planned: Sequence[commands.EngineSpec]) -> list[list[commands.EngineSpec]]:
     """Return the first engine of every device together, then the second of each, and so on; one may span several."""
-    num_started: dict[str, int] = {}  # by device
+    num_started: dict[str, int] = {}  # by host and device
     batches: dict[int, list[commands.EngineSpec]] = {}
     for engine in planned:
-        position = max(num_started.get(device, 0) for device in engine.devices)
-        num_started |= dict.fromkeys(engine.devices, position + 1)
+        devices = [f"{engine.host} {device}" for device in engine.devices]
+        position = max((num_started.get(device, 0) for device in devices), default=0)
+        num_started |= dict.fromkeys(devices, position + 1)
         batches.setdefault(position, []).append(engine)
     return [batches[position] for position in sorted(batches)]
+
+
+def ssh_command(engine: commands.EngineSpec) -> list[str]:
+    """Return the command that runs the engine on its host, and forwards its socket."""
+    folder = Path("/tmp") / f"ycore-{secrets.token_hex(6)}"
+    forward = f"{own_socket(engine.socket)}:{_host_socket(folder)}"
+    spec = TypeAdapter(commands.EngineSpec).dump_json(engine).decode()
+    words = on_host(engine.host, "serve", str(folder), spec)
+    return [*words[:1], *_FORWARDS.split(), "-L", forward, *words[1:]]
+
+
+def _host_socket(folder: Path) -> Path:
+    """Return an engine's socket in its folder on a host."""
+    return folder / "sockets" / "engine.sock"
+
+
+def run_on_host(arguments: Sequence[str]) -> None:
+    """Say what this machine has (`machine`), or run an engine (`serve FOLDER SPEC`) for a launcher on another one."""
+    if arguments[0] == "machine":
+        print(json.dumps([installed_version(), asdict(this_machine())]))
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(1))
+    root = Path(arguments[1])
+    try:
+        _run_engine(root, TypeAdapter(commands.EngineSpec).validate_json(arguments[2]))
+    except YcoreError as error:
+        sys.exit(f"error: {error}")
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _run_engine(root: Path, engine: commands.EngineSpec) -> None:
+    """Run it until it has a fault, which is an EngineError, or the launcher is silent on standard input."""
+    folder = RunFolder(root)
+    root.mkdir(mode=0o700)
+    folder.logs.mkdir(mode=0o700)
+    trusts = engine.trust_remote_code
+    model = fetch_named(engine.model_name, trust_remote_code=trusts, log=folder.log("model"))
+    local = replace(
+        engine,
+        host="",
+        model=model,
+        socket=_host_socket(root),
+        temporary=folder.temporary,
+        run_id=folder.run_id,
+    )
+    with guarded(folder):
+        live = LiveEngine(local, folder, health_timeout_s=float("inf"))
+        while select.select([0], [], [], _SILENT_S)[0] and os.read(0, 4096):
+            live.poll()
+            EngineWatch([live]).check()
+
+
+if __name__ == "__main__":
+    run_on_host(sys.argv[1:])

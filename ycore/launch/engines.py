@@ -26,7 +26,7 @@ from ycore.launch.device_memory import (
     max_sequences,
     slot_width,
 )
-from ycore.launch.layout import Site
+from ycore.launch.layout import ONE_RANK, Site, machine_of
 from ycore.models.fetch import fetch_model
 from ycore.models.names import context_length, resolve_model
 from ycore.placement.placement import JUDGE, ROLLOUT
@@ -41,19 +41,37 @@ from ycore.scoring.scoring import ServedModel
 Fetch = Callable[[str], Path]
 """Returns the local folder of a model's name."""
 
+Numbers = defaultdict[str, Iterator[int]]
+
 _MAX_ENGINES_ON_CPU = 2
 
 
 class Slot(NamedTuple):
-    """A block of neighbouring devices, or a share of the cores."""
+    """A block of neighbouring devices, or a share of the cores, here or on a host."""
 
     cores: tuple[int, ...] | None
     devices: tuple[str, ...] = ()
+    host: str = ""
 
     def parts(self, count: int) -> list["Slot"]:
         if self.cores is None:
-            return [Slot(None, devices) for devices in split_evenly(self.devices, count)]
-        return [Slot(cores) for cores in split_evenly(self.cores, count)]
+            parts = split_evenly(self.devices, count)
+            return [self._replace(devices=devices) for devices in parts]
+        return [self._replace(cores=cores) for cores in split_evenly(self.cores, count)]
+
+
+class Arrangement(NamedTuple):
+    """The models that a machine serves, with their widths, its slots, and how engines share its devices, if any."""
+
+    site: Site
+    models: list[ServedModel]
+    slots: list[Slot]
+    sharing: DeviceSharing | None
+
+    @property
+    def num_policy(self) -> int:
+        """The engines of the policy."""
+        return len(self.slots) * (slot_width(self.models) // self.models[0].width)
 
 
 @dataclass(frozen=True)
@@ -101,6 +119,7 @@ class EnginePlan:
         content: dict[str, Any] = {
             "kind": self.kind.name,
             "engines": [engine.name for engine in self.engines],
+            "away": [engine.name for engine in self.engines if engine.host],
             "num_slots": self.num_slots,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.engines[0].max_num_seqs if self.engines else None,
@@ -157,27 +176,42 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
         return EnginePlan(kind, length, note)
     if config.given_pairs:
         note = f"scoring the answers of each row with {kind.name}"
-    models, slots, sharing = arrange(
-        config, site, lambda name: facts_here(str(fetch(name)), name=name)
+
+    def known(name: str) -> Any:
+        return facts_here(str(fetch(name)), name=name)
+
+    local = arrange(config, site, known)
+    hosts = [arrange_host(config, site, host, known) for host in config.engine.hosts]
+    num_policy = sum(arrangement.num_policy for arrangement in (local, *hosts))
+    numbers: Numbers = defaultdict(itertools.count)
+    (policy, *scorers), *elsewhere = (
+        _with_engines(config, kind, arrangement, fetch, numbers, num_policy=num_policy)
+        for arrangement in (local, *hosts)
     )
-    served = _with_engines(config, site, kind, models, slots, sharing, fetch)
-    return EnginePlan(kind, length, f"{note}: {_describe(served[0].engines)}", served, sharing)
+    engines = [policy.engines, *(models[0].engines for models in elsewhere)]
+    policy = replace(policy, engines=tuple(itertools.chain(*engines)))
+    words = " and ".join(map(_describe, filter(None, engines)))
+    return EnginePlan(kind, length, f"{note}: {words}", (policy, *scorers), local.sharing)
 
 
 def _with_engines(
     config: RunConfig,
-    site: Site,
     kind: EngineKind,
-    models: Sequence[ServedModel],
-    slots: Sequence[Slot],
-    sharing: DeviceSharing | None,
+    arrangement: Arrangement,
     fetch: Fetch,
+    numbers: Numbers,
+    *,
+    num_policy: int,
 ) -> tuple[ServedModel, ...]:
-    """Return the models with an engine of each on every slot, or several where one does not span the whole slot."""
+    """Return the models with an engine of each on every slot, or several where one does not span the whole slot.
+
+    Args:
+        numbers: Of the engines, by role.
+        num_policy: Engines of the policy on all machines.
+    """
+    site, models, slots, sharing = arrangement
     width = slot_width(models)
-    num_policy = len(slots) * (width // models[0].width)
     served: list[ServedModel] = []
-    numbers = defaultdict[str, Iterator[int]](itertools.count)
     for model in models:
         same_role = [other for other in served if other.role == model.role]
         parts = [part for slot in slots for part in slot.parts(width // model.width)]
@@ -190,7 +224,7 @@ def _with_engines(
             num_policy=num_policy,
             num_engines=len(parts),
         )
-        spec = replace(spec, has_neighbours=len(models) > 1)
+        spec = replace(spec, has_neighbours=len(models) > 1, model_name=_name_elsewhere(model))
         if sharing is not None:
             share = sharing.shares[model.role][len(same_role)]
             spec = replace(spec, gpu_memory_utilization=share, sleeps=sharing.sleeps)
@@ -203,6 +237,7 @@ def _with_engines(
                 socket=site.folder.socket(name),
                 cores=part.cores,
                 devices=part.devices,
+                host=part.host,
             )
             for part, name in zip(parts, names, strict=False)
         ]
@@ -210,18 +245,31 @@ def _with_engines(
     return tuple(served)
 
 
-def arrange(
-    config: RunConfig, site: Site, known: FactsOf
-) -> tuple[list[ServedModel], list[Slot], DeviceSharing | None]:
-    """Return the models with their widths, the slots, and how engines share the devices, where there are some.
+def _name_elsewhere(model: ServedModel) -> str:
+    """Return the name by which another machine finds the model."""
+    folder = Path(model.name).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model.name
 
-    ConfigError where the machine has no room.
-    """
+
+def arrange(config: RunConfig, site: Site, known: FactsOf) -> Arrangement:
+    """Return what a machine serves and where; ConfigError where it has no room."""
     memory = RunMemory(config, site, known)
     models = memory.with_widths(served_models(config))
     slots = slots_of(config, site, slot_width(models))
-    sharing = memory.share(models, num_slots=len(slots)) if site.machine.devices else None
-    return models, slots, sharing
+    shares = bool(site.machine.devices and slots)
+    sharing = memory.share(models, num_slots=len(slots)) if shares else None
+    return Arrangement(site, models, slots, sharing)
+
+
+def arrange_host(config: RunConfig, site: Site, host: str, known: FactsOf) -> Arrangement:
+    """Return what a host of `engine.hosts` serves, with all of its devices or cores."""
+    settings = config.engine.model_copy(
+        update={"count": "auto", "devices": "shared", "sleep": False}
+    )
+    host_site = Site(site.folder, ONE_RANK, machine_of(host), trains=False)
+    arrangement = arrange(config.model_copy(update={"engine": settings}), host_site, known)
+    slots = [slot._replace(host=host) for slot in arrangement.slots]
+    return arrangement._replace(slots=slots)
 
 
 def model_length(requested: int | None, model_config: Mapping[str, Any], *, option: str) -> int:
@@ -244,7 +292,7 @@ def _engine_spec(
     num_policy: int,
     num_engines: int,
 ) -> EngineSpec:
-    """Return the settings that all engines of a model share; the numbers count the engines of this machine."""
+    """Return the settings that all engines of a model on a machine share."""
     settings = read_json(folder / "config.json")
     is_policy = model.role == ROLLOUT
     sends_adapters = is_policy and config.engine.sync == "adapter"
@@ -323,6 +371,7 @@ def _cache_gib(engine: EngineSpec, model_config: Mapping[str, Any], new_tokens: 
 
 
 def _describe(engines: Sequence[EngineSpec]) -> str:
+    """Describe the engines of one machine."""
     first = engines[0]
     words = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
     if first.cores is None:
@@ -334,4 +383,4 @@ def _describe(engines: Sequence[EngineSpec]) -> str:
         words += " each" if len(engines) > 1 else ""
     if first.tensor_parallel > 1:
         words += f", tensor parallel over {first.tensor_parallel}"
-    return words
+    return words + (f" of {first.host}" if first.host else "")

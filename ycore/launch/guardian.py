@@ -113,10 +113,10 @@ def remove_leftovers(folder: RunFolder) -> None:
 
 
 @contextmanager
-def guarded(folder: RunFolder, claim: Claim) -> Iterator[None]:
+def guarded(folder: RunFolder, claim: Claim | None = None) -> Iterator[None]:
     """Allow the run's processes to be started; leave none of them, no socket and no shared memory at the end.
 
-    The guardian keeps the claim on the folder until everything is cleared away. RunError where it does not start.
+    The guardian keeps a claim on the folder until everything is cleared away. RunError where it does not start.
     """
     # A run whose launcher and guardian were both killed may have left something.
     clear_run(RunWatch(folder.run_id), folder)
@@ -134,7 +134,7 @@ def guarded(folder: RunFolder, claim: Claim) -> Iterator[None]:
             clear_run(RunWatch(folder.run_id), folder)
 
 
-def _start_guardian(folder: RunFolder, claim: Claim) -> "subprocess.Popen[bytes]":
+def _start_guardian(folder: RunFolder, claim: Claim | None) -> "subprocess.Popen[bytes]":
     log = folder.log("guardian")
     with open_private(log) as output:
         guardian = subprocess.Popen(
@@ -145,7 +145,7 @@ def _start_guardian(folder: RunFolder, claim: Claim) -> "subprocess.Popen[bytes]
             stderr=output,
             env={name: value for name, value in os.environ.items() if name != RUN_MARKER},
             start_new_session=True,
-            pass_fds=(claim.descriptor,),
+            pass_fds=() if claim is None else (claim.descriptor,),
         )
     assert guardian.stdout is not None, "it has a pipe"
     has_answered = bool(select.select([guardian.stdout], [], [], _STARTS_WITHIN_S)[0])

@@ -6,8 +6,10 @@ such list: WSL2 has none, and a GPU that MIG divides is one file and several dev
 
 import importlib.metadata
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ from typing import Any, Literal, TypeVar
 import psutil
 import pynvml
 import yaml
+from pydantic import TypeAdapter
 
 from ycore.config.recipe_files import parse_yaml, read_yaml_file
 from ycore.config.schema import BaseConfig, RunConfig
@@ -138,6 +141,8 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
 Dtype = Literal["float32", "bfloat16"]
 
 _SHM = "/dev/shm"
+_HOST_ANSWERS_WITHIN_S = 60.0
+SSH = "ssh -T -oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=2 -oServerAliveCountMax=2 --"
 _TAKE_ZERO3 = "take --accelerate zero3 to shard"
 _PINNED_AS_IT_IS = "pinned_max_round_threshold_mb:1"
 """Stops torch from rounding pinned memory up to powers of two: 15 GB of weights would take 29."""
@@ -382,6 +387,42 @@ def this_machine() -> Machine:
             f"{gpu.id} ({gpu.name})" for gpu in gpus if not gpu.has_bfloat16
         ),
         cores_have_bfloat16=bfloat16_factor(core_flags()) is not None,
+    )
+
+
+def on_host(host: str, *arguments: str) -> list[str]:
+    """Return the command that has a host run `launch.engine_watch` with these arguments."""
+    module = [sys.executable, "-P", "-m", "ycore.launch.engine_watch"]
+    return [*SSH.split(), host, shlex.join([*module, *arguments])]
+
+
+def installed_version() -> str:
+    return importlib.metadata.version("ycore")
+
+
+@cache
+def machine_of(host: str) -> Machine:
+    """Return another machine by its name for ssh; ConfigError where it cannot run engines."""
+    try:
+        answer = subprocess.run(
+            on_host(host, "machine"),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_HOST_ANSWERS_WITHIN_S,
+        )
+        line = answer.stdout.strip().rpartition("\n")[2]
+        version, machine = TypeAdapter(tuple[str, Machine]).validate_json(line)
+        if version == installed_version():
+            return machine
+        reason = f"it has ycore {version}"
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        reason = str(problem)
+    except ValueError:  # it is no answer
+        reason = answer.stderr.strip().rpartition("\n")[2]
+    raise ConfigError(
+        f"engine.hosts: {host} runs no engine ({reason}); it needs an answer to `ssh {host}` without a question, and "
+        f"ycore {installed_version()} at {sys.executable}"
     )
 
 

@@ -60,8 +60,19 @@ def _check_options(config: RunConfig, site: Site, kind: EngineKind) -> None:
 def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceSharing | None:
     """Check slots, placement and memory of a run with engines; return how they share devices with the trainer."""
     check_arguments(config.engine.args)
-    models, slots, sharing = engines.arrange(config, site, known)
-    check_run_placement(config, models, num_slots=len(slots))
+    _, models, slots, sharing = engines.arrange(config, site, known)
+    num_slots = len(slots)
+    if config.engine.hosts:
+        _check_hosts(config, site, models)
+        hosts = [
+            engines.arrange_host(config, site, host, known) for host in config.engine.hosts
+        ]
+        num_slots += sum(len(host.slots) for host in hosts)
+    elif not slots:
+        raise ConfigError(
+            "engine.count 0 leaves no engine; name machines that have some in engine.hosts"
+        )
+    check_run_placement(config, models, num_slots=num_slots)
     sleeps = sharing is not None and sharing.sleeps
     if config.sampling.max_staleness and sleeps:
         raise ConfigError(
@@ -80,6 +91,20 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
     return sharing
 
 
+def _check_hosts(config: RunConfig, site: Site, models: Sequence[ServedModel]) -> None:
+    rule = None
+    if site.layout.num_machines > 1:
+        rule = "serves a trainer on one machine"
+    elif len(models) > 1:
+        rule = f"takes engines of the policy alone, and this run has those of {models[1].name}; ask that at a base_url"
+    elif config.engine.sync == "ipc":
+        rule = "is sent files of weights; leave engine.sync=ipc out"
+    elif sighted_family(config.model):
+        rule = "takes models of text alone"
+    if rule is not None:
+        raise ConfigError(f"engine.hosts {rule}")
+
+
 _INSTALL = f"install vLLM ({INSTALL_VLLM})"
 _AHEAD = "with --max-staleness engines write later rounds while the trainer trains"
 
@@ -91,6 +116,8 @@ def _check_needs_engines(config: RunConfig, kind: EngineKind) -> None:
         rule = "with sampling.reuse engines record each token's log-probability"
     elif config.engine.devices != "shared":
         rule = "with engine.devices engines have devices of their own"
+    elif config.engine.hosts:
+        rule = "with engine.hosts engines are on other machines"
     elif config.sampling.oversample > 1:
         rule = "with --oversample engines give back what they have begun"
     if rule is not None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ from ycore.run.secrets import secrets_environment
 from ycore.run.text import Say
 
 _TAIL_BYTES = 64 * 1024
+_BEAT_S = 1.0
 _OTHER_RANKS_WITHIN_S = 3.0
 """How long the other ranks have to end by themselves after one has failed."""
 
@@ -57,6 +59,7 @@ class ManagedProcess:
         environment: the child's whole environment; the run's marker and PYTHONSAFEPATH are added.
         log: output is appended to it; a new file is readable by its owner only.
         cores: keep the process, its threads and children on these cores (Linux).
+        takes_beats: write to its standard input that this process is still there.
     """
 
     is_cause = True
@@ -71,6 +74,7 @@ class ManagedProcess:
         run_id: str,
         log: Path,
         cores: Sequence[int] | None = None,
+        takes_beats: bool = False,
     ) -> None:
         self.name = name
         self.log = log
@@ -79,11 +83,13 @@ class ManagedProcess:
                 list(command),
                 # Nothing that Python is told to run by name comes from the folder that the user stands in.
                 env={**environment, RUN_MARKER: run_id, "PYTHONSAFEPATH": "1"},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if takes_beats else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        if takes_beats:
+            threading.Thread(target=self._beat, daemon=True).start()
         self._num_killed = out_of_memory_kills()
         if cores is not None and sys.platform == "linux":
             # It may have ended, which the caller notices; or the container forbids it, which only costs speed.
@@ -98,6 +104,13 @@ class ManagedProcess:
     def exit_code(self) -> int | None:
         """None while it runs; minus the signal's number when a signal ended it."""
         return self._popen.poll()
+
+    def _beat(self) -> None:
+        assert self._popen.stdin is not None, "it is a pipe"
+        with suppress(OSError):  # the process has ended
+            while True:
+                os.write(self._popen.stdin.fileno(), b".")
+                time.sleep(_BEAT_S)
 
     def send(self, number: signal.Signals) -> None:
         """Signal the process itself, and none of its children."""

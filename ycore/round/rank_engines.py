@@ -41,7 +41,7 @@ class EngineList:
     `engines` and those of `scorers` are slot by slot, as many on each; `num_slots` None is one engine a slot. `home`:
     the folder of the whole run, on a machine that is not its first. `max_num_seqs`: completions that one engine
     writes at once. `sleeps`: engines share devices with the trainer, and sleep while others use them. `offload`: what
-    the trainer keeps in host memory meanwhile.
+    the trainer keeps in host memory meanwhile. `away`: those on other machines.
     """
 
     kind: str
@@ -54,6 +54,7 @@ class EngineList:
     scorers: Sequence[ScorerEngines] = ()
     sleeps: bool = False
     offload: Offload = "none"
+    away: Sequence[str] = ()
 
     @classmethod
     def read(cls, folder: RunFolder) -> Self:
@@ -100,26 +101,28 @@ class RankEngines:
 
             is_half = self.config.dtype != "float32"
             return [TransformersEngine(model, tokenizer, sampling, sight, is_half=is_half)]
-        from ycore.engine.vllm_engine import VllmEngine
+        from ycore.engine.vllm_engine import HostEngine, VllmEngine
 
         settings = self.config.engine
         names = self.listed.engines
         home_names = {name for slot in self._home_slots for name in self._on_slot(names, slot)}
-        return [
-            VllmEngine(
+        engines: list[Engine] = []
+        for name in names:
+            kind = HostEngine if name in self.listed.away else VllmEngine
+            engine = kind(
                 name,
                 self.folder.socket(name),
                 sampling,
                 request_timeout_s=settings.request_timeout_s,
                 restart_timeout_s=restart_timeout_s(settings),
                 min_verified=settings.min_verified,
-                sleeps=self.listed.sleeps and name in home_names,
+                sleeps=self.listed.sleeps and name in home_names and kind is VllmEngine,
                 is_home=name in home_names,
                 sight=sight,
                 source=source,
             )
-            for name in names
-        ]
+            engines.append(engine)
+        return engines
 
     def slots(self, engines: Sequence[Engine]) -> Slots:
         """Return the machine's slots. A rank that generates by itself, or is alone, has an allocator of its own.

@@ -100,7 +100,7 @@ def _next_commands(config: "RunConfig | TuneConfig") -> Iterator[str]:
     rewards = config.eval_rewards or config.rewards
     in_words = not (config.has_turns or config.few_shot or any(spec.args for spec in rewards))
     held_out = config.for_evaluation()
-    if held_out is None or not in_words:
+    if held_out is None or held_out.mixture or not in_words:
         yield shlex.join(["ycore", "report", str(folder.root)])
     else:
         words = ["ycore", "eval", "--model", config.model, "--model", str(folder.model)]

@@ -516,11 +516,13 @@ def test_a_dataset_names_one_of_the_runs_environments() -> None:
     settings: dict[str, Any] = {"dataset": parts, "env": ["a.py:Game", "a.py:Two"]}
     with pytest.raises(ConfigError, match=r"a names the environment 'Gane'.*'Game'"):
         _resolve(**settings)
-    parts[0]["environment"] = "Game"
+    parts[0] |= {"environment": "Game", "eval_dataset": "held-out/a"}
+    parts[1]["eval_dataset"] = "of-b"
     parts += [{"dataset": "c"}]
     config = require_rollouts(_resolve(**settings))
     row = {"environment": "Two"}
     assert [config.environment_of(name, row) for name in "abc"] == ["Game", "none", "Two"]
+    assert config.environment_of("of-b", row) == "none", "also of its held-out rows"
 
 
 @pytest.mark.parametrize(

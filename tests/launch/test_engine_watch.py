@@ -4,12 +4,18 @@ The engines are processes of the test's own that answer every route with 200; no
 """
 
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,7 +23,13 @@ from ycore.engine import commands
 from ycore.engine.commands import EngineSpec
 from ycore.engine.server import DROP, KEEP, asleep_file, mark_asleep
 from ycore.errors import EngineError
-from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_engines, start_order
+from ycore.launch.engine_watch import (
+    EngineWatch,
+    LiveEngine,
+    ssh_command,
+    start_engines,
+    start_order,
+)
 from ycore.launch.guardian import RunWatch
 from ycore.run.paths import RunFolder
 
@@ -192,3 +204,35 @@ def until_ready(watch: EngineWatch) -> None:
         watch.look()
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="OpenSSH's client is not installed")
+def test_the_socket_of_an_engine_elsewhere_may_have_any_name(folder: RunFolder) -> None:
+    sockets = folder.root / "at 10:00, 5%"
+    options = ssh_command(replace(planned(folder, sockets, "rollout-0"), host="b"))
+    options = [*options[: options.index("--")], "-F", "none", "-G", "b"]
+    told = subprocess.run(options, capture_output=True, text=True, check=True).stdout
+    assert f"localforward {sockets / 'rollout-0.host'} /tmp/ycore-" in told
+
+
+def test_a_lost_engine_leads_to_one_that_is_ready_and_on_to_the_next(tmp_path: Path) -> None:
+    engines: list[Any] = [
+        SimpleNamespace(
+            engine=SimpleNamespace(role="rollout", socket=tmp_path / f"{name}.sock"),
+            socket=tmp_path / f"{name}.own",
+            is_ready=name != "a",
+        )
+        for name in "abc"
+    ]
+    lost, second, third = engines
+    lost.lead_to = partial(LiveEngine.lead_to, lost)
+    watch = EngineWatch(engines)
+    lost.lead_to(lost.socket)
+    watch._lead_on(lost)
+    assert lost.engine.socket.readlink() == second.socket
+    second.is_ready = False
+    watch._lead_on(lost)
+    assert lost.engine.socket.readlink() == third.socket
+    third.is_ready = False
+    watch._lead_on(lost)
+    assert lost.engine.socket.readlink() == third.socket, "requests wait there"

@@ -91,6 +91,8 @@ def test_what_needs_engines_of_their_own(
 def test_engines_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "machine_of", lambda host: CORES)
     check(CORES, engine={"hosts": ["b"], "count": 0})
+    with pytest.raises(ConfigError, match=r"stay awake; take engine\.count=0"):
+        check(H100, engine={"hosts": ["b"], "sleep": True})
     with pytest.raises(ConfigError, match=r"count 0 leaves no engine; .* in engine.hosts"):
         check(CORES, engine={"count": 0})
     with pytest.raises(ConfigError, match=r"engine\.hosts .* leave engine\.sync=ipc out"):

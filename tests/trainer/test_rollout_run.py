@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -296,8 +297,9 @@ def test_a_run_draws_two_datasets_by_share_and_tells_their_rewards_apart(
         "prompts_per_step": 16,
         "keep_journal": True,
     }
-    for part in settings["mixture"]:
-        part["eval_dataset"] = part["dataset"]
+    shutil.copy(tmp_path / "talk.jsonl", tmp_path / "held.jsonl")
+    for part, name in zip(settings["mixture"], ("rows.jsonl", "held.jsonl"), strict=True):
+        part["eval_dataset"] = str(tmp_path / name)
     folder = run_folder(tmp_path, model, **settings)
     code, told = finish(folder, ended)
     assert code == 0, told
@@ -307,11 +309,11 @@ def test_a_run_draws_two_datasets_by_share_and_tells_their_rewards_apart(
     # Each dataset's held-out rows are scored by its own reward, and have figures under its name: of 8 rows and of 1.
     for row in (before, rows[-1]):
         of_all, of_sums, of_talk = (
-            row[f"ycore/eval/{name}reward"] for name in ("", "rows.jsonl/", "talk.jsonl/")
+            row[f"ycore/eval/{name}reward"] for name in ("", "rows.jsonl/", "held.jsonl/")
         )
         assert of_all == pytest.approx((8 * of_sums + of_talk) / 9)
-        assert of_talk == row["ycore/eval/talk.jsonl/rewards/length"]
-        assert "ycore/eval/talk.jsonl/rewards/spread" not in row
+        assert of_talk == row["ycore/eval/held.jsonl/rewards/length"]
+        assert "ycore/eval/held.jsonl/rewards/spread" not in row
     drawn = []
     for number in (0, 1):
         round_ = Journal(folder.journal, rank=0).read(number)

@@ -106,7 +106,7 @@ def test_slots_have_a_line_each_under_what_the_step_waits_for() -> None:
     lines = [line.rstrip() for line in shown(view).splitlines()]
     at = next(place for place, line in enumerate(lines) if line.startswith("now"))
     assert lines[at:] == [
-        "now     generating, judging for 29 s, one request for 16 s",
+        "now     generating, judging for 29 s, 30 s into the step",
         "queues  rollout 0 in flight, 5 waiting   judge 4 in flight, 40 waiting",
         "slot 0  judge 2 in flight, the oldest for 16 s",
         "slot 1  judge 2 in flight, the oldest for 16 s",

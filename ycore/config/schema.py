@@ -271,6 +271,11 @@ def is_one_file(dataset: str) -> bool:
     return re.search(r"\.(jsonl?|csv|tsv|parquet)(\.gz)?$", dataset) is not None
 
 
+def name_of(dataset: str) -> str:
+    """Return the name of one dataset of several."""
+    return dataset.rpartition("/")[2]
+
+
 def _check_split(option: str, split: str | None, dataset: str | None) -> None:
     if split and is_one_file(dataset or ""):
         raise ConfigError(
@@ -358,7 +363,7 @@ class MixturePart(RowSettings):
 
     @property
     def name(self) -> str:
-        return self.dataset.rpartition("/")[2]
+        return name_of(self.dataset)
 
 
 class ScoredConfig(BaseConfig):
@@ -530,7 +535,8 @@ class RunConfig(ScoredConfig, RowSettings):
     def environment_of(self, dataset: str | None, columns: Mapping[str, Any]) -> str | None:
         """Return the name of a row's environment, as its dataset or the row says; None where the run has none."""
         for part in self.mixture:
-            if part.name == dataset and part.environment is not None:
+            is_of_part = dataset in (part.name, name_of(part.eval_dataset or ""))
+            if is_of_part and part.environment is not None:
                 return part.environment
         return (
             columns["environment"] if len(self.env) > 1 else next(iter(self.environments), None)

@@ -13,6 +13,7 @@ import select
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -48,7 +49,6 @@ _POLL_S = 0.2
 _POLL_STARTING_S = 1.0
 _POLL_READY_S = 5.0
 _GONE_WITHIN_S = 10.0
-_FORWARDS = "-oControlPath=none -oExitOnForwardFailure=yes -oStreamLocalBindUnlink=yes"
 _SILENT_S = 15.0  # after which an engine takes its launcher on another machine for gone
 _TRY_AGAIN_S = 10.0  # between starts of a lost engine on another machine
 
@@ -120,6 +120,11 @@ class LiveEngine:
 
     def last_line(self) -> str:
         return self._process.last_line()
+
+    @property
+    def can_be_lost(self) -> bool:
+        """Whether a run that has begun goes on without it."""
+        return bool(self.engine.host) and self.was_ready
 
     def lead_to(self, socket: Path) -> None:
         """Let an engine on another machine be reached at this socket, its own or another engine's."""
@@ -211,15 +216,17 @@ class EngineWatch:
                 limit = f"{self.start_timeout_s:.0f} s (engine.start_timeout_s)"
                 problem = f"was not ready after {limit}: {engine.last_line()}"
                 fault = EngineFault(problem, hangs=True)
-            if fault is not None and engine.engine.host and engine.was_ready:
+            if fault is not None and engine.can_be_lost:
                 self._go_on_without(engine, fault)
             elif fault is not None:
                 self._restart(engine, fault)
+            if engine.is_lost:
+                self._lead_on(engine)
 
     def check(self) -> None:
         """Raise EngineError where an engine has a fault; nothing is started."""
         for engine in self.engines:
-            if not engine.is_lost and (fault := engine.find_fault()) is not None:
+            if not engine.can_be_lost and (fault := engine.find_fault()) is not None:
                 raise EngineError(f"{engine.name} {fault.problem} (see {engine.log})")
 
     def _go_on_without(self, engine: LiveEngine, fault: EngineFault) -> None:
@@ -231,15 +238,16 @@ class EngineWatch:
             )
         engine.is_ready = False
         engine.socket.unlink(missing_ok=True)
-        ready = [
-            other.socket
-            for other in self.engines
-            if other.is_ready and other.engine.role == engine.engine.role
-        ]
-        if ready and engine.engine.socket.readlink() not in ready:
-            engine.lead_to(ready[0])
         if time.monotonic() - engine.started > _TRY_AGAIN_S:
             engine.restart()
+
+    def _lead_on(self, engine: LiveEngine) -> None:
+        """Let a lost engine be reached at another that is ready."""
+        role = engine.engine.role
+        same_role = (other for other in self.engines if other.engine.role == role)
+        ready = [other.socket for other in same_role if other.is_ready]
+        if ready and engine.engine.socket.readlink() not in ready:
+            engine.lead_to(ready[0])
 
     def _restart(self, engine: LiveEngine, fault: EngineFault) -> None:
         problem = f"{engine.name} {fault.problem}"
@@ -291,7 +299,7 @@ def start_engines(
         while not watch.are_ready:
             watch.look()
             time.sleep(_POLL_S)
-        for engine in batch if batch[0].sleeps else ():
+        for engine in (engine for engine in batch if engine.sleeps):
             # The policy's weights are sent before their first use anyway; frozen ones are kept.
             level = DROP if engine.role == ROLLOUT else KEEP
             if not request_succeeds(
@@ -321,10 +329,12 @@ def start_order(planned: Sequence[commands.EngineSpec]) -> list[list[commands.En
 def ssh_command(engine: commands.EngineSpec) -> list[str]:
     """Return the command that runs the engine on its host, and forwards its socket."""
     folder = Path("/tmp") / f"ycore-{secrets.token_hex(6)}"
-    forward = f"{own_socket(engine.socket)}:{_host_socket(folder)}"
+    # As ssh reads a path: a colon ends it, and a percent sign begins a name.
+    local = str(own_socket(engine.socket)).replace(":", r"\:").replace("%", "%%")
+    forward = f"{local}:{_host_socket(folder)}"
     spec = TypeAdapter(commands.EngineSpec).dump_json(engine).decode()
     words = on_host(engine.host, "serve", str(folder), spec)
-    return [*words[:1], *_FORWARDS.split(), "-L", forward, *words[1:]]
+    return [*words[:1], "-oStreamLocalBindUnlink=yes", "-L", forward, *words[1:]]
 
 
 def _host_socket(folder: Path) -> Path:
@@ -349,12 +359,16 @@ def run_on_host(arguments: Sequence[str]) -> None:
 
 
 def _run_engine(root: Path, engine: commands.EngineSpec) -> None:
-    """Run it until it has a fault, which is an EngineError, or the launcher is silent on standard input."""
+    """Run it until it has a fault, which is an EngineError."""
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
     folder = RunFolder(root)
     root.mkdir(mode=0o700)
     folder.logs.mkdir(mode=0o700)
-    trusts = engine.trust_remote_code
-    model = fetch_named(engine.model_name, trust_remote_code=trusts, log=folder.log("model"))
+    model = fetch_named(
+        engine.model_name,
+        trust_remote_code=engine.trust_remote_code,
+        log=folder.log("model"),
+    )
     local = replace(
         engine,
         host="",
@@ -365,9 +379,20 @@ def _run_engine(root: Path, engine: commands.EngineSpec) -> None:
     )
     with guarded(folder):
         live = LiveEngine(local, folder, health_timeout_s=float("inf"))
-        while select.select([0], [], [], _SILENT_S)[0] and os.read(0, 4096):
-            live.poll()
-            EngineWatch([live]).check()
+        try:
+            while True:
+                live.poll()
+                EngineWatch([live]).check()
+                time.sleep(_POLL_S)
+        finally:  # the host keeps no log
+            sys.stderr.write(live.log.read_text(errors="replace"))
+
+
+def _end_with_launcher() -> None:
+    """End this process when its standard input has been silent for a while."""
+    while select.select([0], [], [], _SILENT_S)[0] and os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

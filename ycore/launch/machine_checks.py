@@ -62,8 +62,9 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
     check_arguments(config.engine.args)
     _, models, slots, sharing = engines.arrange(config, site, known)
     num_slots = len(slots)
+    sleeps = sharing is not None and sharing.sleeps
     if config.engine.hosts:
-        _check_hosts(config, site, models)
+        _check_hosts(config, site, models, sleeps=sleeps)
         hosts = [
             engines.arrange_host(config, site, host, known) for host in config.engine.hosts
         ]
@@ -73,7 +74,6 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
             "engine.count 0 leaves no engine; name machines that have some in engine.hosts"
         )
     check_run_placement(config, models, num_slots=num_slots)
-    sleeps = sharing is not None and sharing.sleeps
     if config.sampling.max_staleness and sleeps:
         raise ConfigError(
             f"{_AHEAD}, and here engines and trainer take turns on a device; leave --max-staleness out, or give "
@@ -91,9 +91,19 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
     return sharing
 
 
-def _check_hosts(config: RunConfig, site: Site, models: Sequence[ServedModel]) -> None:
+def _check_hosts(
+    config: RunConfig,
+    site: Site,
+    models: Sequence[ServedModel],
+    *,
+    sleeps: bool,
+) -> None:
     rule = None
-    if site.layout.num_machines > 1:
+    if config.algorithm == "eval":
+        rule = "has engines that are sent a training's weights, and an evaluation sends none; leave it out"
+    elif sleeps:
+        rule = "goes with engines that stay awake; take engine.count=0, or engine.devices=1"
+    elif site.layout.num_machines > 1:
         rule = "serves a trainer on one machine"
     elif len(models) > 1:
         rule = f"takes engines of the policy alone, and this run has those of {models[1].name}; ask that at a base_url"
@@ -256,7 +266,8 @@ def _check_shared_memory(config: RunConfig, machine: Machine, known: FactsOf) ->
     facts = known(config.model)
     if facts is None or machine.shm_bytes is None:
         return
-    needed = facts.num_params * config.value_bytes
+    num_versions = 2 if config.engine.hosts else 1
+    needed = num_versions * facts.num_params * config.value_bytes
     if needed > machine.shm_bytes:
         gib = max(8, math.ceil(1.1 * needed / GIB))
         raise ConfigError(

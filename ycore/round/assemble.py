@@ -95,7 +95,7 @@ class Assembly:
             )
         parts = replace(self, config=config, prompts=prompts)
         scoring = controller.scoring
-        if config.rewards != self.config.rewards:
+        if (config.rewards, config.unscored) != (self.config.rewards, self.config.unscored):
             parts = replace(parts, started=self._scorers_of(config))
             scoring = parts._scoring(controller.engines)
         return controller.for_evaluation(

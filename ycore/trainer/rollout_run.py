@@ -108,6 +108,8 @@ class RolloutRun(TrainingRun):
     def _share_weights(self, version: int) -> Path:
         """Write the policy's weights for the engines: the first rank of a machine does, and the others wait."""
         folder = self._parts.folder.shared_memory
+        if self._parts.config.engine.hosts:  # one that comes back may still read the last
+            folder /= str(version % 2)
         accelerator = self.trainer.accelerator
         model = self.trainer.bare_model
         dtype = compute_dtype(self.config)

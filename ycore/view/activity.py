@@ -4,7 +4,6 @@ The sources are trace.json, the times of `step_began`, touched when a step begin
 first step the logs of the engines.
 """
 
-import math
 import os
 import threading
 import time
@@ -50,7 +49,6 @@ _ROLE_WORDS = {
     "reward_model": "scoring by model",
     "teacher": "teaching",
 }
-_LONG_S = 10.0
 
 _ENGINE_PHASES = (
     (b"Initializing a V1 LLM engine", "starting"),
@@ -109,7 +107,6 @@ class Scene:
     step_ended: float | None
     starting: str = ""  # what the processes of a run that has not begun do
     work: Work | None = None  # of the trainer, beside its steps
-    saved: float | None = None  # when the model was, or the result of an evaluation
 
     @property
     def has_begun(self) -> bool:
@@ -140,14 +137,6 @@ class Scene:
                     of_slot.append(f"{_spaced(role)} {count} in flight, the oldest for {age}")
         return words
 
-    def _oldest_began(self) -> float:
-        """Return when the oldest request in flight began; infinity without one."""
-        began = math.inf
-        for levels in self.activity.in_flight.values():
-            if levels.oldest_s and self._is_now(levels):
-                began = min(began, levels.at - max(levels.oldest_s.values()))
-        return began
-
     def _is_now(self, levels: Levels) -> bool:
         """Tell whether they were reported in this step: the requests of an earlier one are gone, and count as none."""
         if self.is_over or self.step_began is None:
@@ -167,8 +156,6 @@ class Scene:
             return self.work.line(self.until)
         # A file's time has the grain of the clock's tick: of two that are equal, the next step's beginning is the later.
         if self.step_ended is not None and self.step_ended > self.step_began:
-            if self.saved is not None and self.saved > self.step_ended:
-                return f"ending for {self._time_since(self.saved)}"
             return f"between steps for {self._time_since(self.step_ended)}"
         elapsed = f"{self._time_since(self.step_began)} into the step"
         order = [*_PHASE_WORDS]
@@ -183,9 +170,6 @@ class Scene:
         words = _PHASE_WORDS[order[place]]
         if order[place] == ROUND:
             words = self._round_words() or words
-            oldest = self._oldest_began()
-            if self.until - oldest >= _LONG_S:
-                elapsed = f"one request for {self._time_since(oldest)}"
         is_shared = all(other == place for other, *_ in phases)
         who = "" if is_shared else f"rank {rank}: "
         return f"{who}{words} for {self._time_since(-minus_since)}, {elapsed}"
@@ -248,7 +232,6 @@ class RunActivity:
             step_ended=ended,
             starting=starting,
             work=work,
-            saved=_touched(self._folder.model) or _touched(self._folder.root / "eval.json"),
         )
 
 

@@ -288,6 +288,7 @@ def test_a_judges_position_bias_is_that_of_all_rounds() -> None:
     assert _position_bias(counted[2:]) == {}
 
 
+@pytest.mark.verify
 def test_two_models_are_compared_on_the_same_prompts(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

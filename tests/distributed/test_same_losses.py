@@ -156,6 +156,7 @@ def test_two_ranks_learn_what_one_learns(place: Path, name: str, job: str) -> No
     )
 
 
+@pytest.mark.verify
 def test_zero3_computes_adapters_again_from_their_shards(place: Path) -> None:
     compare(run(place, "alone", "lora"), run(place, "zero3", "lora-again"))
 

@@ -97,6 +97,7 @@ def test_full_weights_are_whole_again(tmp_path: Path) -> None:
     assert all(torch.equal(seen[name], expected[name]) for name in seen)
 
 
+@pytest.mark.verify
 def test_adapters_are_merged_from_their_shards(tmp_path: Path) -> None:
     seen, folder = shard(tmp_path, "lora")
     expected = AutoModelForCausalLM.from_pretrained(

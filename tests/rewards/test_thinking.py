@@ -143,6 +143,7 @@ def test_judges_and_programs_get_what_follows_the_thinking() -> None:
     assert program_of(written("```python\nprint(1)\n```").full_text, tests) == ""
 
 
+@pytest.mark.verify
 def test_eval_knows_it_from_the_rendered_prompt(chat_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(chat_model, model)

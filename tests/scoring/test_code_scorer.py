@@ -296,6 +296,7 @@ def broken(number: int) -> str:
 @pytest.mark.skipif(
     not HUMANEVAL.is_file(), reason=f"the HumanEval problems are not at {HUMANEVAL}"
 )
+@pytest.mark.verify
 def test_humaneval_canonical_solutions_all_pass_and_broken_ones_never(room: Room) -> None:
     rows = [json.loads(line) for line in gzip.decompress(HUMANEVAL.read_bytes()).splitlines()]
     scorer = CodeScorer("code", CodeSettings(timeout_s=5.0), room.programs, meter=room.meter)

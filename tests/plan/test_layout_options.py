@@ -128,7 +128,7 @@ def check_as_launched(
     config = read_back(keys, line, folder)
     site = site_of(config)
     check_run(config, site, vllm=True)
-    models, slots, _ = arrange(config, site, facts_here)
+    _, models, slots, _ = arrange(config, site, facts_here)
     if not fleet.device.on_cpu and len(models) <= 2:
         assert [one.width for one in models] == [
             strategy.tensor_parallel,

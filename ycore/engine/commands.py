@@ -143,6 +143,10 @@ class EngineSpec:
     model_name: str = ""
 
     @property
+    def is_policy(self) -> bool:
+        return self.role == ROLLOUT
+
+    @property
     def on_cpu(self) -> bool:
         return not self.devices
 
@@ -189,7 +193,7 @@ def engine_command(engine: EngineSpec) -> list[str]:
     else:
         options["--gpu-memory-utilization"] = engine.gpu_memory_utilization
         flags += ["--enable-sleep-mode"] if engine.sleeps else []
-    if engine.sees and engine.role == ROLLOUT:
+    if engine.sees and engine.is_policy:
         flags.append("--enable-scale-out")  # the route that takes token ids with pictures
         options["--limit-mm-per-prompt"] = '{"video": 0}'  # no memory is kept for any
     if engine.trust_remote_code:
@@ -296,7 +300,7 @@ def _may_have(name: str, value: str) -> bool:
 
 def split_evenly(items: Sequence[T], count: int) -> list[tuple[T, ...]]:
     """Split the items into `count` runs whose lengths differ by one at most."""
-    bounds = [len(items) * share // max(1, count) for share in range(count + 1)]
+    bounds = [len(items) * share // count for share in range(count + 1)]
     return [tuple(items[bounds[k] : bounds[k + 1]]) for k in range(count)]
 
 

@@ -207,12 +207,17 @@ class VllmEngine(Server, Engine):
             return True
         folder, version = self._weights
         async with locked(self.socket.resolve().with_suffix(".loading")):
-            if not self.is_home:
+            if not self._sends_unasked:
                 loaded = (await self.request_once("GET", _WEIGHT_INFO))["weight_version"]
                 if loaded == str(version):
                     return False
             await self._send(folder, version)
         return True
+
+    @property
+    def _sends_unasked(self) -> bool:
+        """Whether a new process gets the weights without being asked which it has."""
+        return self.is_home
 
     async def _send(self, folder: Path, version: int) -> None:
         """Have the process load the weights, and compare each tensor's sums with those read back from the model."""
@@ -291,13 +296,9 @@ class HostEngine(VllmEngine):
     While it is lost, the launcher lets its socket lead to another engine, which gets its weights from its own client.
     """
 
-    async def prepare(self) -> bool:
-        was_home = self.is_home
-        self.is_home = was_home and self.socket.readlink() == own_socket(self.socket)
-        try:
-            return await super().prepare()
-        finally:
-            self.is_home = was_home
+    @property
+    def _sends_unasked(self) -> bool:
+        return self.is_home and self.socket.readlink() == own_socket(self.socket)
 
     async def _path_there(self, folder: Path) -> str:
         """Send the folder's files; vLLM's server reads them from a folder of its own."""

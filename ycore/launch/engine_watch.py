@@ -6,7 +6,6 @@ prepare a new process, for example with the policy's weights, before they use it
 `python -m ycore.launch.engine_watch` is the host's side of an engine on another machine (`ssh_command`).
 """
 
-import json
 import os
 import secrets
 import select
@@ -17,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,10 +36,9 @@ from ycore.engine.server import (
 )
 from ycore.errors import EngineError, YcoreError
 from ycore.launch.guardian import guarded
-from ycore.launch.layout import installed_version, on_host, this_machine
+from ycore.launch.layout import machine_in_json, on_host
 from ycore.launch.processes import ManagedProcess
 from ycore.models.fetch import fetch_named
-from ycore.placement.placement import ROLLOUT
 from ycore.run.paths import RunFolder
 from ycore.run.reports import is_alive, kill_tree
 from ycore.run.text import Say
@@ -301,7 +299,7 @@ def start_engines(
             time.sleep(_POLL_S)
         for engine in (engine for engine in batch if engine.sleeps):
             # The policy's weights are sent before their first use anyway; frozen ones are kept.
-            level = DROP if engine.role == ROLLOUT else KEEP
+            level = DROP if engine.is_policy else KEEP
             if not request_succeeds(
                 engine.socket, "POST", SLEEP.format(level=level), timeout_s=start_timeout_s
             ):
@@ -345,7 +343,7 @@ def _host_socket(folder: Path) -> Path:
 def run_on_host(arguments: Sequence[str]) -> None:
     """Say what this machine has (`machine`), or run an engine (`serve FOLDER SPEC`) for a launcher on another one."""
     if arguments[0] == "machine":
-        print(json.dumps([installed_version(), asdict(this_machine())]))
+        print(machine_in_json())
         return
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(1))

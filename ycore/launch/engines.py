@@ -351,6 +351,8 @@ def slots_of(config: RunConfig, site: Site, width: int = 1) -> list[Slot]:
         raise ConfigError(
             f"engine.count {count} is more than the {len(parts)} {kind} here{in_slots}; lower it"
         )
+    if not count:  # the engines are on other machines
+        return []
     if not machine.devices:
         return [Slot(cores) for cores in machine.split_cores(count)]
     return [

@@ -5,6 +5,7 @@ such list: WSL2 has none, and a GPU that MIG divides is one file and several dev
 """
 
 import importlib.metadata
+import json
 import os
 import shlex
 import shutil
@@ -12,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ import pynvml
 import yaml
 from pydantic import TypeAdapter
 
+from ycore import __version__
 from ycore.config.recipe_files import parse_yaml, read_yaml_file
 from ycore.config.schema import BaseConfig, RunConfig
 from ycore.engine.commands import split_evenly
@@ -395,8 +397,9 @@ def on_host(host: str, *arguments: str) -> list[str]:
     return [*SSH.split(), host, shlex.join([*module, *arguments])]
 
 
-def installed_version() -> str:
-    return importlib.metadata.version("ycore")
+def machine_in_json() -> str:
+    """Return what `machine_of` reads: the version of ycore here, and this machine."""
+    return json.dumps([__version__, asdict(this_machine())])
 
 
 @cache
@@ -411,7 +414,7 @@ def machine_of(host: str) -> Machine:
         )
         line = answer.stdout.strip().rpartition("\n")[2]
         version, machine = TypeAdapter(tuple[str, Machine]).validate_json(line)
-        if version == installed_version():
+        if version == __version__:
             return machine
         reason = f"it has ycore {version}"
     except OSError as problem:
@@ -420,7 +423,7 @@ def machine_of(host: str) -> Machine:
         reason = answer.stderr.strip().rpartition("\n")[2]
     raise ConfigError(
         f"engine.hosts: {host} runs no engine ({reason}); it needs an answer to `ssh {host}` without a question, and "
-        f"ycore {installed_version()} at {sys.executable}"
+        f"ycore {__version__} at {sys.executable}"
     )
 
 

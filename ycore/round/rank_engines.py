@@ -116,7 +116,7 @@ class RankEngines:
                 request_timeout_s=settings.request_timeout_s,
                 restart_timeout_s=restart_timeout_s(settings),
                 min_verified=settings.min_verified,
-                sleeps=self.listed.sleeps and name in home_names and kind is VllmEngine,
+                sleeps=self.listed.sleeps and name in home_names,
                 is_home=name in home_names,
                 sight=sight,
                 source=source,

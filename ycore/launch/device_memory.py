@@ -102,9 +102,9 @@ def fit_devices(config: RunConfig, machine: Machine) -> RunConfig:
     policy = facts_here(config.model)
     if not machine.devices or policy is None or config.algorithm == "eval":
         return config
-    may_map = config.engine.sync == "auto" and not config.engine.hosts
-    if may_map and _needs_ipc(config, machine, policy):
-        engine = config.engine.model_copy(update={"sync": "ipc"})
+    engine = config.engine
+    if engine.sync == "auto" and not engine.hosts and _needs_ipc(config, machine, policy):
+        engine = engine.model_copy(update={"sync": "ipc"})
         config = config.model_copy(update={"engine": engine})
     if machine.device_bytes is None or config.replay is not None:
         return config

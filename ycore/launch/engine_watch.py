@@ -241,8 +241,7 @@ class EngineWatch:
 
     def _lead_on(self, engine: LiveEngine) -> None:
         """Let a lost engine be reached at another that is ready."""
-        role = engine.engine.role
-        same_role = (other for other in self.engines if other.engine.role == role)
+        same_role = (other for other in self.engines if other.engine.role == engine.engine.role)
         ready = [other.socket for other in same_role if other.is_ready]
         if ready and engine.engine.socket.readlink() not in ready:
             engine.lead_to(ready[0])
@@ -332,7 +331,7 @@ def ssh_command(engine: commands.EngineSpec) -> list[str]:
     forward = f"{local}:{_host_socket(folder)}"
     spec = TypeAdapter(commands.EngineSpec).dump_json(engine).decode()
     words = on_host(engine.host, "serve", str(folder), spec)
-    return [*words[:1], "-oStreamLocalBindUnlink=yes", "-L", forward, *words[1:]]
+    return ["ssh", "-oStreamLocalBindUnlink=yes", "-L", forward, *words[1:]]
 
 
 def _host_socket(folder: Path) -> Path:

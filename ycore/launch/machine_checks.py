@@ -92,11 +92,7 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
 
 
 def _check_hosts(
-    config: RunConfig,
-    site: Site,
-    models: Sequence[ServedModel],
-    *,
-    sleeps: bool,
+    config: RunConfig, site: Site, models: Sequence[ServedModel], *, sleeps: bool
 ) -> None:
     rule = None
     if config.algorithm == "eval":

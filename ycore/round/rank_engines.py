@@ -109,19 +109,20 @@ class RankEngines:
         engines: list[Engine] = []
         for name in names:
             kind = HostEngine if name in self.listed.away else VllmEngine
-            engine = kind(
-                name,
-                self.folder.socket(name),
-                sampling,
-                request_timeout_s=settings.request_timeout_s,
-                restart_timeout_s=restart_timeout_s(settings),
-                min_verified=settings.min_verified,
-                sleeps=self.listed.sleeps and name in home_names,
-                is_home=name in home_names,
-                sight=sight,
-                source=source,
+            engines.append(
+                kind(
+                    name,
+                    self.folder.socket(name),
+                    sampling,
+                    request_timeout_s=settings.request_timeout_s,
+                    restart_timeout_s=restart_timeout_s(settings),
+                    min_verified=settings.min_verified,
+                    sleeps=self.listed.sleeps and name in home_names,
+                    is_home=name in home_names,
+                    sight=sight,
+                    source=source,
+                )
             )
-            engines.append(engine)
         return engines
 
     def slots(self, engines: Sequence[Engine]) -> Slots:

@@ -123,7 +123,7 @@ def test_the_fingerprint_has_the_pictures() -> None:
 def test_a_hub_dataset_keeps_its_pictures_as_files() -> None:
     from datasets import Dataset, Features, Image, List, Value
 
-    from ycore.data.source import _undecoded
+    from ycore.data.source import _as_table
 
     rows = {
         "prompt": ["a"],
@@ -131,7 +131,7 @@ def test_a_hub_dataset_keeps_its_pictures_as_files() -> None:
         "images": [[{"bytes": BLUE, "path": None}]],
     }
     features = Features({"prompt": Value("string"), "image": Image(), "images": List(Image())})
-    kept = _undecoded(Dataset.from_dict(rows, features=features))
+    kept = _as_table("rows", Dataset.from_dict(rows, features=features)).rows
     assert kept[0]["image"]["bytes"] == RED and kept[0]["images"][0]["bytes"] == BLUE
 
 

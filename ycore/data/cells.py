@@ -7,7 +7,7 @@ that a row accepts.
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -35,6 +35,10 @@ class Table:
 
     def row(self, number: int) -> "TableRow":
         return TableRow(self.rows[number], self, number)
+
+    def __iter__(self) -> Iterator["TableRow"]:
+        for number, values in enumerate(self.rows):
+            yield TableRow(values, self, number)
 
     @property
     def listed_columns(self) -> str:

@@ -35,7 +35,7 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
     if name not in TASKS:
         way_out = nearest(name, TASKS) or "; take one of them"
         raise DataError(f"no task {name!r}; there are {', '.join(TASKS)}{way_out}")
-    limits = {"digits": (1, 1, 9), "size": (1, 1000, _MAX_SIZE)}
+    limits = {"digits": ("1", 9), "size": ("1000", _MAX_SIZE)}
     for key in texts:
         if key not in limits:
             way_out = nearest(key, limits) or "; take one of them"
@@ -43,10 +43,8 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
                 f"the task {name!r} has no argument {key!r}; it has {', '.join(limits)}{way_out}"
             )
     arguments = {
-        key: _whole_number(text, key, texts[key], low=low, high=high)
-        if key in texts
-        else default
-        for key, (low, default, high) in limits.items()
+        key: _positive_number(text, key, texts.get(key, default), most=most)
+        for key, (default, most) in limits.items()
     }
     chance = random.Random(f"{name} {split} {seed}")
     rows = list(islice(_rows(name, arguments["digits"], split, chance), arguments["size"]))
@@ -56,7 +54,7 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
 def gym_table(text: str, *, split: str, seed: int) -> Table:
     """Return the rows of `gym:NAME?args`; `gym_entry` is the entry as JSON, for reasoning-gym's own scorer."""
     name, texts = _parse(text, split)
-    size = _whole_number(text, "size", texts.pop("size", "500"), low=1, high=_MAX_SIZE)
+    size = _positive_number(text, "size", texts.pop("size", "500"), most=_MAX_SIZE)
     entries = _gym_dataset(text, name, texts, size=size * _GYM_DRAWS_PER_ROW, seed=seed)
     rows: dict[str, dict[str, Any]] = {}
     for number in range(size * _GYM_DRAWS_PER_ROW):
@@ -108,9 +106,9 @@ def typed_arguments(texts: Mapping[str, str]) -> dict[str, Any]:
     return arguments
 
 
-def _whole_number(text: str, key: str, value: str, *, low: int, high: int) -> int:
-    if not value.isascii() or not value.isdigit() or not low <= int(value[:12]) <= high:
-        raise DataError(f"{text}: {key} is a whole number from {low} to {high}, not {value!r}")
+def _positive_number(text: str, key: str, value: str, *, most: int) -> int:
+    if not value.isascii() or not value.isdigit() or not 1 <= int(value[:12]) <= most:
+        raise DataError(f"{text}: {key} is a whole number from 1 to {most}, not {value!r}")
     return int(value)
 
 

@@ -180,12 +180,7 @@ def to_prompts(
             f"{table.name} has none of the columns {', '.join(form.question for form in FORMS[:-1])}; it has "
             f"{table.listed_columns}; name the one that holds the prompts with --prompt-column"
         )
-    prompts = PromptRows(
-        reader,
-        system_prompt=config.system_prompt,
-        few_shot=[turn.model_dump() for turn in config.few_shot],
-        store=store or ImageStore(None),
-    )
+    prompts = PromptRows(reader, config, store or ImageStore(None))
     prompts.check()
     reading = reader.summary()  # before any row is read again, and its notes are counted twice
     columns = (*prompts.passed, *(["images"] if prompts.with_images else []))
@@ -209,24 +204,17 @@ class PromptRows(Sequence[Prompt]):
         samples: The first row of each order of roles, once `check` has read them all.
     """
 
-    def __init__(
-        self,
-        reader: RowReader,
-        *,
-        system_prompt: str | None,
-        few_shot: Sequence[Message] = (),
-        store: ImageStore,
-    ) -> None:
+    def __init__(self, reader: RowReader, config: RunConfig, store: ImageStore) -> None:
         self.with_images: dict[int, tuple[Image, ...]] = {}
         self.samples: list[int] = []
         self._reader = reader
         self._table = reader.table
         self._column = reader.prompt_column
         self._store = store
-        self._system = (
-            [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-        )
-        self._few_shot = few_shot
+        self._system: list[Message] = []
+        if config.system_prompt is not None:
+            self._system.append({"role": "system", "content": config.system_prompt})
+        self._few_shot = [turn.model_dump() for turn in config.few_shot]
         self._is_text: bool | None = None
         hidden = {*RESERVED_COLUMNS, *IMAGE_COLUMNS, self._column, reader.needs.answer_column}
         self.passed = {name: name for name in self._table.columns if name not in hidden}
@@ -236,19 +224,18 @@ class PromptRows(Sequence[Prompt]):
     def check(self) -> None:
         """Read every row once."""
         orders = RoleOrders()
-        for number, values in enumerate(self._table.rows):
-            row = TableRow(values, self._table, number)
+        for row in self._table:
             content, _ = self._content_and_images(row)
             if orders.is_new(content):
-                self.samples.append(number)
+                self.samples.append(row.number)
             self._reader.note_gold(row)
 
     def digest(self) -> str:
         """Return a digest of what the prompts are made of."""
         needs = self._reader.needs
         digest = hashlib.sha256(repr([needs, self._system, self._few_shot]).encode())
-        for number, values in enumerate(self._table.rows):
-            read = repr((values, self.with_images.get(number, ())))
+        for row in self._table:
+            read = repr((row.values, self.with_images.get(row.number, ())))
             digest.update(read.encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
@@ -256,8 +243,7 @@ class PromptRows(Sequence[Prompt]):
         return len(self._table.rows)
 
     def __iter__(self) -> Iterator[Prompt]:
-        for number, values in enumerate(self._table.rows):
-            yield self._prompt(TableRow(values, self._table, number))
+        yield from map(self._prompt, self._table)
 
     def __getitem__(self, index: Any) -> Any:
         return self._prompt(self._table.row(range(len(self))[index]))
@@ -335,7 +321,6 @@ def _check_environments(table: Table, names: Sequence[str]) -> None:
         raise DataError(
             f"{rule}; {table.name} has {table.listed_columns}; add the column, or give one --env"
         )
-    for number in range(len(table.rows)):
-        row = table.row(number)
+    for row in table:
         if (name := row.values.get("environment")) not in names:
             raise DataError(f"{rule}; it is {name!r:.80} in {row.place}; correct the row")

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
 from ycore.data.cells import (
@@ -754,12 +755,7 @@ def _words(turn: Message) -> list[str]:
 
 def _split_texts(chosen: str, rejected: str) -> Row | str:
     """Cut where the assistant's last turn begins, else at the last space of the common beginning."""
-    differing = (
-        place
-        for place, letters in enumerate(zip(chosen, rejected, strict=False))
-        if letters[0] != letters[1]
-    )
-    common = chosen[: next(differing, min(len(chosen), len(rejected)))]
+    common = commonprefix([chosen, rejected])  # noqa: RUF071 (letter by letter)
     marks = list(_OPENED.finditer(common))
     end = marks[-1].end() if marks else common.rfind(" ")
     answers = (chosen[end:], rejected[end:])

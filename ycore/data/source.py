@@ -76,7 +76,7 @@ def _saved_table(path: Path, split: str) -> Table:
                 f"{path} has the splits {', '.join(rows)}, not {split!r}; take one of them"
             )
         rows = rows[split]
-    return Table(str(path), _undecoded(rows).with_format(None), tuple(rows.column_names))
+    return _as_table(str(path), rows)
 
 
 def _refuse_mistyped_schemes(name: str) -> None:
@@ -107,9 +107,7 @@ def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
     rows = _load(name, config or None, split, offline=is_offline)
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
-    return Table(
-        name=text, rows=_undecoded(rows).with_format(None), columns=tuple(rows.column_names)
-    )
+    return _as_table(text, rows)
 
 
 def _hub_file(name: str, file: str, *, unreachable: str) -> Path:
@@ -133,16 +131,16 @@ def _hub_file(name: str, file: str, *, unreachable: str) -> Path:
         ) from None
 
 
-def _undecoded(rows: Any) -> Any:
-    """Return the rows with their pictures as bytes, which `row_images` decodes by its own rules."""
+def _as_table(name: str, rows: Any) -> Table:
+    """Return rows of the datasets library, with their pictures as bytes, which `row_images` decodes by its own rules."""
     from datasets import Image, List
 
-    for name, feature in rows.features.items():
+    for column, feature in rows.features.items():
         if isinstance(feature, Image):
-            rows = rows.cast_column(name, Image(decode=False))
+            rows = rows.cast_column(column, Image(decode=False))
         elif isinstance(feature, List) and isinstance(feature.feature, Image):
-            rows = rows.cast_column(name, List(Image(decode=False)))
-    return rows
+            rows = rows.cast_column(column, List(Image(decode=False)))
+    return Table(name, rows.with_format(None), tuple(rows.column_names))
 
 
 def _is_cached(name: str) -> bool:

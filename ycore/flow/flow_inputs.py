@@ -120,13 +120,11 @@ def load_conditions(config: FlowConfig, *, num_classes: int) -> PromptSet:
     passed = [name for name in table.columns if name not in {*RESERVED_COLUMNS, IMAGES}]
     prompts = list[Prompt]()
     digest = hashlib.sha256()
-    for number in range(len(table.rows)):
-        row = table.row(number)
+    for row in table:
         label = class_of(row, column, num_classes)
         values = {name: row.values.get(name) for name in passed} | {column: label}
-        prompt = Prompt(
-            row=number, content=str(row.values.get("prompt", label)), columns=values
-        )
+        content = str(row.values.get("prompt", label))
+        prompt = Prompt(row=row.number, content=content, columns=values)
         digest.update(json.dumps([prompt.content, values], default=str).encode())
         prompts.append(prompt)
     return PromptSet(prompts, tuple(passed), digest.hexdigest, is_chat=False)

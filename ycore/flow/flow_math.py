@@ -4,13 +4,15 @@ A point at time t is `x = (1 - t) x0 + t eps`, t from 1 (noise) to 0 (picture). 
 `v = E[eps - x0 | x]`. Shapes: points and velocities are [B, C, H, W] in float32; times, rewards and advantages [B].
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, pstdev
 from typing import Literal, NamedTuple
 
 import torch
+
+from ycore.types import number_from
 
 Rule = Literal["ode", "heun", "sde"]
 """How a step is made: Euler's, Heun's, or with noise (Flow-GRPO, arXiv 2505.05470, eq. 9)."""
@@ -40,8 +42,7 @@ def window_of(seed: int, position: int, *, num_steps: int, length: int) -> int:
     It lies in the first half of the path where there is room (MixGRPO, arXiv 2507.21802).
     """
     starts = max(1, num_steps // 2 - length + 1)
-    digest = hashlib.blake2b(f"window {seed}/{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % starts
+    return number_from(f"window {seed}/{position}", bits=64) % starts
 
 
 class NoisyStep(NamedTuple):
@@ -189,13 +190,11 @@ def group_advantages(rewards: Sequence[Sequence[float | None]]) -> list[list[flo
     That is Flow-GRPO's (arXiv 2505.05470). A picture without a reward has 0.
     """
     flat = [value for group in rewards for value in group if value is not None]
-    mean = sum(flat) / len(flat) if flat else 0.0
-    std = (sum((value - mean) ** 2 for value in flat) / len(flat)) ** 0.5 if flat else 0.0
-    scale = std + MIN_STD
+    scale = MIN_STD + (pstdev(flat) if flat else 0.0)
     advantages = []
     for group in rewards:
         known = [reward for reward in group if reward is not None]
-        mean = sum(known) / len(known) if known else 0.0
+        mean = fmean(known) if known else 0.0
         scaled = [0.0 if reward is None else (reward - mean) / scale for reward in group]
         advantages.append([max(-5.0, min(5.0, advantage)) for advantage in scaled])
     return advantages

@@ -15,7 +15,7 @@ from ycore.config.schema import (
     Strict,
     a_fifth,
 )
-from ycore.errors import ConfigError, nearest
+from ycore.errors import ConfigError
 
 IMAGES = "images"
 """The argument in which reward functions get pictures, one a completion, beside the dataset's columns."""
@@ -113,7 +113,7 @@ class FlowConfig(ScoredConfig):
             ):
                 raise ConfigError(
                     "a reward of ycore flow is a function of images, file.py:function or package.module:function, or "
-                    f"judge:FILE.yaml; it is {spec.reward!r}{nearest(spec.reward, [])}"
+                    f"judge:FILE.yaml; it is {spec.reward!r}"
                 )
             if spec.constraint:
                 raise ConfigError(

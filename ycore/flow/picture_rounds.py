@@ -78,21 +78,15 @@ def picture_controller(
     )
 
 
-def drop_pictures(folder: RunFolder) -> int:
-    """Delete pictures and trajectories that no round of the journal and no checkpoint refers to.
-
-    Return how many went.
-    """
+def drop_pictures(folder: RunFolder) -> None:
+    """Delete pictures and trajectories that no round of the journal and no checkpoint refers to."""
     rounds = folder.journal.glob("round-*.json")
     states = folder.checkpoints.glob("*/controller-*.json")
     references = b"".join(path.read_bytes() for path in (*rounds, *states))
-    num_deleted = 0
     for place in (folder.images, folder.trajectories):
         for path in place.iterdir() if place.is_dir() else ():
             if os.fsencode(path.name) not in references:
                 path.unlink(missing_ok=True)
-                num_deleted += 1
-    return num_deleted
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ycore.errors import ConfigError
 from ycore.foreign import foreign_json, foreign_line, foreign_value, foreign_word
 from ycore.judge.question import break_special_tokens, special_tokens
 from ycore.rollout.tool_pool import Answer, ToolSet
-from ycore.types import Content
+from ycore.types import Content, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,9 +26,6 @@ _WAY_OUT = (
     'say --actions calls, and the policy calls them in its text, as name(1, word="x") on a line, and is answered as by '
     "a user"
 )
-
-ChatMessage = Mapping[str, Any]
-"""A chat message that may have tool calls."""
 
 
 class Call(NamedTuple):
@@ -60,7 +57,7 @@ class Dialogue:
         self.takes_text = tool_set.takes_text
         self._tokenizer = tokenizer
         self._tools = list(tool_set.tools)
-        self._by_template = actions != "calls" and not self.takes_text and bool(self._tools)
+        self._by_template = actions != "calls" and bool(self._tools)
         self._template: str | None = None
         self._template_arguments = dict(template_arguments or {})
         self._special = special_tokens(tokenizer)
@@ -94,14 +91,14 @@ class Dialogue:
                     "of it that keeps them; take another model, or a template that keeps them"
                 ) from None
 
-    def _check_answers(self, examples: Sequence[Sequence[ChatMessage]]) -> None:
+    def _check_answers(self, examples: Sequence[Sequence[Message]]) -> None:
         for messages in examples:
             self.answer_ids(messages)
 
     @property
     def calls_in_text(self) -> bool:
         """Whether the policy calls its tools in its text, because of `actions` or for want of a template's own calls."""
-        return bool(self._tools) and not self.takes_text and not self._by_template
+        return bool(self._tools) and not self._by_template
 
     def _prepare_calls(self, name: str) -> None:
         from trl.chat_template_utils import add_response_schema, supports_tool_calling
@@ -135,21 +132,16 @@ class Dialogue:
         messages = self._template_messages(content)
         if self._by_template:
             return self._render(
-                messages,
-                add_generation_prompt=True,
-                tools=self._tools,
-                template_arguments=template_arguments,
+                messages, template_arguments, add_generation_prompt=True, tools=self._tools
             )
-        if self._tools and not self.takes_text:
+        if self._tools:
             system = ["You can call these functions, each on a line of its own:"]
             system += map(_signature, self._tools)
             text = "\n".join(system)
             if messages[0]["role"] == "system":
                 text = f"{messages.pop(0)['content']}\n\n{text}"
             messages.insert(0, {"role": "system", "content": text})
-        return self._render(
-            messages, add_generation_prompt=True, template_arguments=template_arguments
-        )
+        return self._render(messages, template_arguments, add_generation_prompt=True)
 
     def parse_turn(
         self, token_ids: Sequence[int], text: str, *, prefix: Sequence[int]
@@ -195,7 +187,7 @@ class Dialogue:
 
     def answer_messages(
         self, calls: Sequence[Call], answers: Sequence[Answer]
-    ) -> list[ChatMessage]:
+    ) -> list[Message]:
         """Return the messages that answer these calls, in their order; an environment that takes text is a user."""
         messages = []
         for call, answer in zip(calls, answers, strict=True):
@@ -205,21 +197,21 @@ class Dialogue:
                 messages.append({"role": "tool", "name": call.name, "content": answer.text})
         return self.sanitize(messages)
 
-    def sanitize(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    def sanitize(self, messages: Sequence[Message]) -> list[Message]:
         """Break special tokens in what messages say, so that no message ends its turn or begins another."""
         return [
             {**message, "content": break_special_tokens(message["content"], self._special)}
             for message in messages
         ]
 
-    def _template_messages(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    def _template_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as the template takes them.
 
         Where it has no calls, calls are text, and tools answer as one user.
         """
         if self._by_template:
             return [*messages]
-        chat: list[ChatMessage] = []
+        chat: list[Message] = []
         for is_tool, run in groupby(messages, lambda message: message["role"] == "tool"):
             if is_tool:
                 text = "\n".join(message["content"] for message in run)
@@ -228,7 +220,7 @@ class Dialogue:
                 chat += map(self._calls_as_text, run)
         return chat
 
-    def _calls_as_text(self, message: ChatMessage) -> ChatMessage:
+    def _calls_as_text(self, message: Message) -> Message:
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         if not calls:
             return message
@@ -241,7 +233,7 @@ class Dialogue:
         parts = filter(None, [message["content"], text])
         return {"role": message["role"], "content": "\n".join(parts)}
 
-    def answer_ids(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def answer_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens from the end of the policy's turn to the beginning of its next one."""
         messages = self._template_messages(messages)
         turn: dict[str, Any] = {"role": "assistant", "content": ""}
@@ -260,18 +252,11 @@ class Dialogue:
 
     def _render(
         self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool = False,
-        tools: list[ChatMessage] | None = None,
+        messages: Sequence[Message],
         template_arguments: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> tuple[int, ...]:
-        arguments = {
-            **self._template_arguments,
-            **(template_arguments or {}),
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools,
-        }
+        arguments = {**self._template_arguments, **(template_arguments or {}), **options}
         try:
             ids: Any = self._tokenizer.apply_chat_template(
                 list(map(dict, messages)),
@@ -297,7 +282,7 @@ def _read_call(source: Mapping[str, Any]) -> Call:
     return Call(name, {}, "the arguments must be an object with a value for each name")
 
 
-def _signature(tool: ChatMessage) -> str:
+def _signature(tool: Message) -> str:
     function = tool["function"]
     parameters = [
         f"{name}: {schema.get('type', 'any')}"
@@ -306,7 +291,7 @@ def _signature(tool: ChatMessage) -> str:
     return f"{function['name']}({', '.join(parameters)}) - {function['description'].strip()}"
 
 
-def calls_in(text: str, tools: Sequence[ChatMessage]) -> tuple[list[Call], str]:
+def calls_in(text: str, tools: Sequence[Message]) -> tuple[list[Call], str]:
     """Return the calls in a text: each line that begins with a tool's name and a bracket, as Python with literals.
 
     `add(2, y=3)` is a call of `add` with x=2 and y=3, where x is the first of its parameters. A line that begins so and

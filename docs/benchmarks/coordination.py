@@ -41,8 +41,7 @@ from ycore.placement.slots import Slots
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.step import Controller
-from ycore.scoring.reward_pool import RewardPool, RuleScorer
-from ycore.scoring.scoring import Scoring
+from ycore.scoring.scoring import RewardPool, RuleScorer, Scoring
 from ycore.types import Prompt, Score
 
 Job = dict[str, Any]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.sandbox.level import choose_level
-from ycore.scoring.reward_pool import RewardPool
+from ycore.scoring.scoring import RewardPool
 
 REWARD = "def length(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
 NUM_CALLS = 500

@@ -16,7 +16,7 @@ from ycore.run.interrupt import on_stop
 from ycore.run.metrics import MetricsWriter
 from ycore.run.paths import RunFolder
 from ycore.run.reports import run_alone
-from ycore.scoring.reward_pool import RewardPool
+from ycore.scoring.scoring import RewardPool
 from ycore.types import Content
 
 MODULE = "tests.chaos.light_trainer"

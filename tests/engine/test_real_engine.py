@@ -38,7 +38,7 @@ from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.paths import RunFolder
-from ycore.scoring.reward_pool import RewardPool
+from ycore.scoring.scoring import RewardPool
 from ycore.types import Completion, Draw, Group, Prompt
 
 pytestmark = [

@@ -21,7 +21,7 @@ from ycore.rewards.worker_client import check_reward
 from ycore.sandbox import Confinement, Level, Limits, confined_worker, namespaces
 from ycore.sandbox.confined_worker import ConfinedWorker
 from ycore.sandbox.level import level_refusal
-from ycore.scoring.reward_pool import RewardPool
+from ycore.scoring.scoring import RewardPool
 from ycore.types import Score
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines processes")
@@ -470,7 +470,7 @@ import asyncio, json
 from pathlib import Path
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.rewards.worker_client import check_reward
-from ycore.scoring.reward_pool import RewardPool
+from ycore.scoring.scoring import RewardPool
 from ycore.sandbox.level import choose_level
 spec, log = RewardConfig(reward="numerical.py:mean"), Path("rewards.log")
 

@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import ToolSet
-from ycore.scoring.reward_pool import RewardPool, RuleScorer
-from ycore.scoring.scoring import Scoring
+from ycore.scoring.scoring import RewardPool, RuleScorer, Scoring
 from ycore.types import Completion
 
 ADD: dict[str, Any] = {

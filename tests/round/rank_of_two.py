@@ -28,7 +28,7 @@ from ycore.round.in_flight import InFlight
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.step import Controller
-from ycore.scoring.reward_pool import RewardPool
+from ycore.scoring.scoring import RewardPool
 from ycore.types import Completion, Group, Prompt
 
 NUM_ROWS = 64

@@ -12,7 +12,7 @@ from ycore.engine import Engine as BaseEngine
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.scoring.reward_pool import RewardPool
+from ycore.scoring.scoring import RewardPool
 from ycore.types import Completion, Finished, Prompt, Score, from_bytes, to_bytes
 
 REWARD = """

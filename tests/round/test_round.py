@@ -21,7 +21,7 @@ from ycore.round.meters import RoundMeter
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.scoring.reward_pool import RewardPool
+from ycore.scoring.scoring import RewardPool
 from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
 
 T = TypeVar("T")

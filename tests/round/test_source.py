@@ -19,7 +19,7 @@ from ycore.errors import EngineError, Interrupted, SyncError
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller, ShareWeights
-from ycore.scoring.reward_pool import RewardPool
+from ycore.scoring.scoring import RewardPool
 from ycore.types import Completion, Prompt
 
 REWARDS = """

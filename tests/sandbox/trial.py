@@ -29,8 +29,8 @@ from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.sandbox import Level, user_code
 from ycore.sandbox.level import LevelChoice, level_refusal
 from ycore.sandbox.program_pool import ProgramPool
-from ycore.scoring import reward_pool
-from ycore.scoring.reward_pool import RewardPool
+from ycore.scoring import scoring
+from ycore.scoring.scoring import RewardPool
 
 HONEST = """
 import asyncio, decimal, json, multiprocessing, os, re, sqlite3, subprocess, sys, tempfile, threading
@@ -269,7 +269,7 @@ def main() -> None:
             probes = [probe for probe in PROBES if probe.name == mutation.probe]
             mutation.make()
             # its self-test finds some of them
-            user_code.choose_level = reward_pool.choose_level = lambda wanted: LevelChoice(
+            user_code.choose_level = scoring.choose_level = lambda wanted: LevelChoice(
                 Level(wanted), {}
             )
     began = time.monotonic()

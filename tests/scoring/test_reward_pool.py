@@ -19,8 +19,7 @@ from ycore.round.meters import collect
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
 from ycore.sandbox import Level
-from ycore.scoring.reward_pool import RewardPool, RuleScorer
-from ycore.scoring.scoring import PendingGroup
+from ycore.scoring.scoring import PendingGroup, RewardPool, RuleScorer
 from ycore.types import IMAGE_MARK, Completion, Content, Draw, Prompt, Score
 
 REWARDS = """
@@ -363,7 +362,7 @@ def test_workers_die_with_a_parent_that_is_killed(folder: Path) -> None:
     code = (
         "import asyncio, pathlib, sys\n"
         "from ycore.config.schema import RewardConfig, RewardSettings\n"
-        "from ycore.scoring.reward_pool import RewardPool\n"
+        "from ycore.scoring.scoring import RewardPool\n"
         "async def main():\n"
         "    pool = RewardPool([RewardConfig(reward='their_rewards.py:by_text')], settings=RewardSettings(workers=1),\n"
         "                      log=pathlib.Path('log'), run_id='x')\n"

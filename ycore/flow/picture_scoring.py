@@ -14,8 +14,7 @@ from ycore.rewards.loading import reward_names
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.scoring.judge_scorer import JudgeMeter, JudgeScorer
-from ycore.scoring.reward_pool import RuleScorer, reward_pool
-from ycore.scoring.scoring import PendingGroup, Scorer, Scoring
+from ycore.scoring.scoring import PendingGroup, RuleScorer, Scorer, Scoring, reward_pool
 from ycore.types import Completion, Prompt, Score
 
 

@@ -39,7 +39,7 @@ SCORERS: Mapping[str, str] = {
 def scorer_class(spec: RewardConfig) -> type[Scorer]:
     """Import the class that scores the reward."""
     scorer: type[Scorer] = load_reference(
-        SCORERS.get(spec.kind, "ycore.scoring.reward_pool:RuleScorer")
+        SCORERS.get(spec.kind, "ycore.scoring.scoring:RuleScorer")
     )
     return scorer
 
@@ -168,7 +168,7 @@ def build_scoring(
 
     `started` are the engines of judges, reward models and teachers.
     """
-    from ycore.scoring.reward_pool import RuleScorer, reward_pool
+    from ycore.scoring.scoring import RuleScorer, reward_pool
 
     context = ScorerContext(config, folder, policy, started, reward_names(config.rewards))
     scorers: list[tuple[Sequence[int], Scorer]] = []

@@ -10,8 +10,7 @@ from ycore_cli import options as o
 from ycore_cli.output import before_and_after
 from ycore_cli.train import train_as_typed
 
-from ycore.run.files import read_json
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, read_json
 
 if TYPE_CHECKING:
     from ycore.flow.flow_settings import FlowConfig

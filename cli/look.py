@@ -13,7 +13,7 @@ from ycore_cli import options as o
 from ycore_cli.output import newest_run, print_json, print_line, print_table, stdout_for_json
 
 from ycore.errors import ConfigError, RunFolderError
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 if TYPE_CHECKING:
     from ycore.config.recipe_files import RecipeEntry, Sweep
@@ -132,8 +132,7 @@ def recipes(
         return 0
     from ycore.api.reproduce import compare_seeds, stored_band
     from ycore.config.recipe_files import read_sweep
-    from ycore.run.files import read_json
-    from ycore.run.paths import tracker_group
+    from ycore.run.files import read_json, tracker_group
 
     name = Path(recipe).stem
     known = stored_band(name) if band is None else read_json(band)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ycore.api.tables import aligned, folded
 from ycore.config.algorithms import find_algorithm
 from ycore.errors import ConfigError
-from ycore.run.files import json_safe, read_json
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, json_safe, read_json
 from ycore.run.text import named_first, printable
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from ycore_cli.output import (
 
 from ycore.config.algorithms import FAMILIES, Algorithm, load_reference
 from ycore.errors import ConfigError, RunFolderError
-from ycore.run.files import read_json
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, read_json
 
 if TYPE_CHECKING:
     from ycore.config.schema import BaseConfig

@@ -410,7 +410,7 @@ PARSES_JSON = re.compile(r"\b(?:response|answer|reply)\.json\(|\bjson\.loads?\b"
 PARSES_OWN_JSON = {
     "foreign.py",  # the gate
     "run/files.py",  # the bounded reader of files
-    *("run/metrics.py", "run/paths.py", "run/resuming.py", "run/secrets.py", "run/trace.py"),
+    *("run/metrics.py", "run/resuming.py", "run/secrets.py", "run/trace.py"),
     *("run/work.py", "view/trackers.py", "evaluation/side_by_side.py"),  # files of a run
     *("api/functions.py", "api/pipelines.py", "api/shown_rows.py"),
     *("config/trl_fields.py", "data/generated.py"),  # words of a command line

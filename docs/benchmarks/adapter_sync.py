@@ -42,7 +42,7 @@ from ycore.engine.weight_proof import tensor_sums
 from ycore.engine.weights import engine_weights, note_weights, write_adapters, write_weights
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 _RANK, _TOKENS, _AT_ONCE = 16, 64, 32
 _WRITE: dict[str, Any] = {

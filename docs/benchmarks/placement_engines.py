@@ -20,8 +20,7 @@ from ycore.launch.processes import ManagedProcess
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
 from ycore.placement.placement import JUDGE, ROLLOUT
-from ycore.run.files import make_private
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, make_private
 from ycore.types import Completion
 
 _START_S = 300.0

@@ -38,9 +38,8 @@ from ycore.placement.placement import JUDGE
 from ycore.plan.devices import GIB, Device, Fleet, measured_core
 from ycore.plan.memory import Strategy, Workload, workload_of
 from ycore.plan.planner import forecast_step
-from ycore.run.files import read_json
+from ycore.run.files import RunFolder, read_json
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 from ycore.scoring.scorers import served_models
 from ycore.scoring.scoring import ServedModel
 

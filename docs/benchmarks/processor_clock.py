@@ -20,8 +20,8 @@ from typing import Self
 import psutil
 
 from ycore.launch.guardian import RunWatch
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 
 _LOOK_EVERY_S = 0.2
 _SETTLED_AFTER_S = 1.0

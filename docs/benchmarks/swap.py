@@ -37,7 +37,7 @@ from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import write_weights
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 WAYS = ("none", "anew", "kept")
 _PROMPT_TOKENS = 64

@@ -24,8 +24,8 @@ from machine import describe_machine
 from simulator.recording import read_trace
 
 from ycore.rollout.turns import completion_seed
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 from ycore.run.trace import Span
 
 _TOOL = '''

@@ -31,8 +31,7 @@ from ycore.errors import (
     RunFolderError,
 )
 from ycore.run.claim import claim
-from ycore.run.files import write_json_atomic
-from ycore.run.paths import TRACKER_GROUP, RunFolder
+from ycore.run.files import TRACKER_GROUP, RunFolder, write_json_atomic
 
 SFT = {"dataset": "chats.jsonl"}
 PAIRS = {"dataset": "prompts.jsonl", "rewards": ["exact_answer"]}

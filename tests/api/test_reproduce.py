@@ -18,7 +18,7 @@ from tests.tiny_model import write_tiny_model
 from ycore.api.reproduce import compare_settings, curve_of, final_of, judge_run, stored_band
 from ycore.config.recipe_files import read_sweep
 from ycore.errors import ConfigError, Interrupted
-from ycore.run.paths import TRACKER_GROUP
+from ycore.run.files import TRACKER_GROUP
 
 
 def run(seed: int, *, gain: float = 0.8, steps: int = 40) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from tests.tiny_model import write_tiny_model
 from ycore.engine.kinds import is_vllm_installed
 from ycore.round.assemble import Assembly
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.types import Prompt
 
 pytestmark = [

@@ -23,6 +23,7 @@ from ycore.run.checkpoints import (
 )
 from ycore.run.claim import check_contents
 from ycore.run.files import (
+    RunFolder,
     make_folder,
     read_json,
     sync_tree,
@@ -30,7 +31,6 @@ from ycore.run.files import (
     write_json_atomic,
 )
 from ycore.run.metrics import MetricsWriter
-from ycore.run.paths import RunFolder
 from ycore.run.trace import TRAIN, Mark, TraceWriter
 from ycore.trainer import __main__ as trainer
 from ycore.types import Completion, Draw, Group, Prompt, Score

@@ -29,7 +29,7 @@ from ycore.data.prompts import load_prompts
 from ycore.engine import kinds
 from ycore.launch import launcher, processes
 from ycore.run.claim import contents_of
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.trainer import __main__ as trainer
 from ycore.view.pictures import new_figure, save_png
 

@@ -176,7 +176,7 @@ from pathlib import Path
 from ycore.launch.guardian import guarded
 from ycore.launch.processes import ManagedProcess
 from ycore.run.claim import Claim
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 folder = RunFolder(Path(sys.argv[1]))
 folder.logs.mkdir(parents=True)

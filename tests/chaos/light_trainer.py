@@ -12,9 +12,9 @@ from pathlib import Path
 from ycore.config.resolve import read_config
 from ycore.config.schema import RunConfig
 from ycore.errors import Interrupted, RunError
+from ycore.run.files import RunFolder
 from ycore.run.interrupt import on_stop
 from ycore.run.metrics import MetricsWriter
-from ycore.run.paths import RunFolder
 from ycore.run.reports import run_alone
 from ycore.scoring.scoring import RewardPool
 from ycore.types import Content

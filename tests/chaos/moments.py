@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 
 @dataclass(frozen=True, slots=True)

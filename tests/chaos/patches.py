@@ -403,7 +403,7 @@ PARTS: tuple[Patch, ...] = (
     _timed(
         "journal",
         "ycore/round/journal.py",
-        "from ycore.run.paths import RunFolder",
+        "from ycore.run.files import RunFolder",
         "commit",
         indent="    ",
     ),

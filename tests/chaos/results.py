@@ -20,8 +20,8 @@ from safetensors.numpy import load_file
 
 from tests.chaos.job import NUM_ROWS, is_dull
 from ycore.data.prompts import row_of_order
+from ycore.run.files import RunFolder
 from ycore.run.metrics import is_evaluation, read_metrics
-from ycore.run.paths import RunFolder
 
 COMPARED = (
     "loss",

@@ -36,8 +36,8 @@ from tests.chaos.trial import (
 )
 from tests.chaos.witnesses import TIMES_VARIABLE, read_times
 from ycore.errors import RunError
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 
 KINDS: Mapping[str, Mapping[str, float]] = {
     "dropped": {"close": 0.05},

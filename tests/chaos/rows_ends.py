@@ -28,7 +28,7 @@ from tests.chaos.results import Difference
 from tests.chaos.runs import Run, Setting
 from tests.chaos.trial import INTERRUPTED, Outcome
 from ycore.errors import RunError
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 _COMES_WITHIN_S = 600.0
 _GONE_WITHIN_S = 12.0

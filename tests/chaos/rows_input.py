@@ -23,7 +23,7 @@ from ycore.config.schema import RunConfig
 from ycore.config.trl_arguments import derive_batch, trl_arguments
 from ycore.config.trl_fields import fields_of
 from ycore.errors import YcoreError
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 _WITHIN_S = 10.0
 _NUM_MADE_UP = 10_000

@@ -21,7 +21,7 @@ from tests.chaos.rows_kill import DEADLINES, pause
 from tests.chaos.runs import Run
 from tests.chaos.trial import Deed, Oracle, Outcome, kill, trial, until_it_lands
 from ycore.errors import RunError
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 _FUNCTIONS = ("walk", "double")
 _DISK_MB = 64

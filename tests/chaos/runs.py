@@ -20,7 +20,7 @@ from tests.chaos import light_trainer
 from tests.chaos.command import ENGINE_MODULE
 from tests.chaos.moments import Glimpse, count_rows, glimpse
 from ycore.errors import Interrupted
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.run.reports import RUN_MARKER, is_alive
 
 _LOOK_EVERY_S = 0.05

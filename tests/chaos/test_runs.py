@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.runs import Run, Setting, Terminal, has_role, leftovers
 from ycore.errors import Interrupted
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.run.reports import RUN_MARKER
 
 SLEEPER = "import time; time.sleep(600)"

@@ -11,8 +11,8 @@ import pytest
 
 from tests.chaos.job import Job, write_inputs
 from tests.harness import HANG_S, start_ycore
+from ycore.run.files import RunFolder
 from ycore.run.metrics import MetricsFollower
-from ycore.run.paths import RunFolder
 from ycore.run.reports import is_alive
 
 STEPS = 3000

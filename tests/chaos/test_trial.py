@@ -19,7 +19,7 @@ from tests.chaos.runs import Setting
 from tests.chaos.scorecard import ROWS
 from tests.chaos.trial import Oracle, Outcome, kill, trial
 from tests.chaos.witnesses import FLUSHES_VARIABLE, read_flushes
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 
 @pytest.mark.slow

@@ -24,8 +24,7 @@ from tests.chaos.results import (
 )
 from tests.chaos.runs import Run, Setting, leftovers, let_end
 from ycore.errors import RunError
-from ycore.run.files import read_json
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, read_json
 
 _FIRST_WITHIN_S = 600.0
 _LEAST_LIMIT_S = 120.0

@@ -14,7 +14,7 @@ from tests.tiny_model import write_tiny_model
 from ycore.api.tables import folded
 from ycore.config.resolve import resolve
 from ycore.run.claim import claim
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.tiny_model import write_tiny_model
 from ycore.evaluation.evaluator import _position_bias
 from ycore.evaluation.preflight import PreflightMeasurements, preflight_verdict
 from ycore.models.hub import HubAnswer
-from ycore.run.paths import TRACKER_GROUP
+from ycore.run.files import TRACKER_GROUP
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 

@@ -19,8 +19,7 @@ from ycore_cli.output import (
 
 from ycore.api.tables import figure_rows
 from ycore.config.schema import RewardConfig, RunConfig
-from ycore.run.files import write_json_atomic
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, write_json_atomic
 
 _MAIN = (
     "import ycore_cli.main as m, ycore.config.recipe_files as r, ycore.errors as e; "

@@ -13,7 +13,7 @@ from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
 from ycore.config.trl_arguments import derive_batch, derive_tune_batch, refusal, trl_arguments
 from ycore.errors import ConfigError
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 
 def _config(**options: object) -> RunConfig:

@@ -13,10 +13,9 @@ import threading
 import time
 from pathlib import Path
 
-from ycore.run.files import read_json
+from ycore.run.files import RunFolder, read_json
 from ycore.run.interrupt import on_stop
 from ycore.run.metrics import MetricsWriter
-from ycore.run.paths import RunFolder
 from ycore.run.reports import report_end, take_place, this_rank
 
 MODULE = "tests.distributed.light_rank"

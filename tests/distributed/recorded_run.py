@@ -22,8 +22,8 @@ from trl.trainer import grpo_trainer
 from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import RunConfig
 from ycore.engine.weights import write_weights
+from ycore.run.files import RunFolder
 from ycore.run.metrics import MetricsWriter
-from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
 from ycore.trl.build import build_trainer, compute_dtype
 from ycore.types import Completion, Draw, Group, Prompt, Score

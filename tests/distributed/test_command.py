@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.tiny_model import write_tiny_model
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 
 pytestmark = pytest.mark.slow

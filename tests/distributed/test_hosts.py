@@ -25,8 +25,8 @@ from ycore import __version__
 from ycore.launch.guardian import remove_leftovers
 from ycore.launch.layout import MEETING_SECRET
 from ycore.placement.placement import ROLLOUT
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 from ycore.run.trace import Span, parse_event
 
 pytestmark = pytest.mark.slow

@@ -26,8 +26,8 @@ from tests.harness import ENVIRONMENT, HANG_S, command_line
 from tests.tiny_model import write_tiny_model
 from ycore.launch.guardian import remove_leftovers
 from ycore.launch.launcher import TRAINER
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 
 pytestmark = pytest.mark.slow
 

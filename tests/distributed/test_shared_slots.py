@@ -14,8 +14,8 @@ from simulator.recording import read_trace
 
 from tests.tiny_model import write_tiny_model
 from ycore.engine.kinds import is_vllm_installed
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_model import write_tiny_model
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ import pytest
 from ycore.models.model_facts import facts_of, model_facts
 from ycore.plan.devices import GIB
 from ycore.plan.memory import Workload
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.run.reports import RUN_MARKER
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"

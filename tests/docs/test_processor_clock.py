@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from processor_clock import ProcessorClock, peak_bytes, role_of
 
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.run.reports import RUN_MARKER
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

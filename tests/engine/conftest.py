@@ -14,8 +14,7 @@ from ycore.engine.commands import EngineSpec, engine_command, engine_environment
 from ycore.engine.server import is_healthy
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess
-from ycore.run.files import make_private
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, make_private
 
 _READY_WITHIN_S = 240
 Serve = Callable[[RunFolder, Sequence[EngineSpec]], AbstractContextManager[None]]

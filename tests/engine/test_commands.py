@@ -30,8 +30,7 @@ from ycore.errors import ConfigError
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess
 from ycore.placement.placement import JUDGE, REWARD_MODEL, TEACHER
-from ycore.run.files import make_private
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, make_private
 
 CPU = EngineSpec(
     name="rollout-0",

@@ -20,7 +20,7 @@ from ycore.engine import SamplingParams
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import engine_weights, write_weights
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.trl.build import _lora, attention_of
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score

@@ -18,7 +18,7 @@ from ycore.engine import SamplingParams
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import engine_weights, save_merged, write_weights
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.trl.build import _lora
 
 EXPERTS = ["q_proj", "gate", "gate_proj", "up_proj", "down_proj"]

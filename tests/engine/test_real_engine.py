@@ -37,7 +37,7 @@ from ycore.round.in_flight import InFlight
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.scoring.scoring import RewardPool
 from ycore.types import Completion, Draw, Group, Prompt
 

@@ -14,7 +14,7 @@ from tests.tiny_model import write_tiny_model
 from ycore.engine import SamplingParams
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmEngine
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.types import Completion
 
 pytestmark = [

@@ -19,7 +19,7 @@ from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Reply, Unreadable, read_value
 from ycore.launch.engines import plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.scoring.model_scorers import reward_model_encoder
 from ycore.types import Prompt
 

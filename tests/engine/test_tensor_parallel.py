@@ -16,7 +16,7 @@ from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums, write_manifest
 from ycore.errors import SyncError
 from ycore.placement.placement import ROLLOUT
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.types import Completion
 
 CORES = sorted(os.sched_getaffinity(0))[:2]

@@ -21,8 +21,8 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.evaluation import during_training
 from ycore.evaluation.during_training import RolloutEvaluation
 from ycore.round.assemble import assemble
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 from ycore.trainer.rollout_run import RolloutRun
 from ycore.trainer.training_run import StepMetrics
 from ycore.trl.seam import SeamGRPOTrainer

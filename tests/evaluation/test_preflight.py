@@ -20,8 +20,7 @@ from ycore.evaluation.preflight import (
     samples_of,
 )
 from ycore.round.sampling import Rules
-from ycore.run.files import write_json_atomic
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, write_json_atomic
 from ycore.scoring.group_rewards import Constraint, Constraints
 from ycore.types import Completion, Draw, Group, Prompt, Score
 

@@ -22,9 +22,8 @@ from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.learner import Learner
 from ycore.flow.sampler import Picture
 from ycore.run.claim import claim
-from ycore.run.files import write_json_atomic
+from ycore.run.files import RunFolder, write_json_atomic
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 from ycore.view.report import read_run, render_page
 
 REWARD = """

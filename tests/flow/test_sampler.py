@@ -12,8 +12,8 @@ from ycore.flow.flow_inputs import FlowFolder
 from ycore.flow.flow_math import SamplingPath, time_grid
 from ycore.flow.picture_rounds import contact_sheet, drop_pictures
 from ycore.flow.sampler import FlowPolicy, Picture, PictureEngine, Trajectories
+from ycore.run.files import RunFolder
 from ycore.run.images import ImageStore
-from ycore.run.paths import RunFolder
 
 
 def engine_in(root: Path, model: Path, *, batch: int = 4) -> PictureEngine:

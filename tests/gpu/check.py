@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ycore.errors import RunError, YcoreError
 from ycore.launch.guardian import RunWatch, remove_leftovers
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 _ENDS_WITHIN_S = 60.0
 _CPU_SLOWDOWN = 3

@@ -29,8 +29,7 @@ from ycore.errors import RunError
 from ycore.launch.engine_watch import EngineWatch, LiveEngine
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.layout import Gpu, visible_gpus
-from ycore.run.files import make_private
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, make_private
 
 _READY_WITHIN_S = 240.0
 _KEPT_GIB = 2.0  # at most, by an engine asleep: its CUDA context and what NCCL holds; the plan counts 1.2

@@ -15,8 +15,8 @@ from ycore.errors import RunError
 from ycore.launch.layout import visible_gpus
 from ycore.models.model_facts import KNOWN_CONFIGS, model_facts
 from ycore.plan.memory import Strategy, trainer_memory, workload_of
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 
 _STEP = (
     "--dataset", "task:addition?digits=1", "--reward", "exact_answer", "--no-dynamic-sampling",

@@ -19,7 +19,7 @@ from ycore.errors import RunError
 from ycore.launch import layout
 from ycore.launch.layout import Gpu, Machine
 from ycore.models.model_facts import KNOWN_CONFIGS
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 TINY: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1,

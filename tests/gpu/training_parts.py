@@ -33,8 +33,8 @@ from ycore.engine.weight_proof import tensor_sums
 from ycore.engine.weights import copied_to_host, engine_weights, write_weights
 from ycore.errors import RunError
 from ycore.launch.layout import Gpu, visible_gpus
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 from ycore.trl.forward import add_compact_head
 from ycore.trl.packing import attention_inputs, block_mask, pack, plan_blocks, use_segments
 

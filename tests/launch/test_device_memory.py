@@ -20,7 +20,7 @@ from ycore.launch.layout import ONE_RANK, Machine, Site, layout_of, on_machine
 from ycore.launch.machine_checks import check_run
 from ycore.models.model_facts import KNOWN_CONFIGS, facts_of
 from ycore.plan.memory import Strategy, trainer_memory, workload_of
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 GIB = 2**30
 H100 = Machine(

@@ -31,7 +31,7 @@ from ycore.launch.engine_watch import (
     start_order,
 )
 from ycore.launch.guardian import RunWatch
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 ENGINE = """
 import http.server, socketserver, sys, time

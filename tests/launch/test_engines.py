@@ -12,7 +12,7 @@ from ycore.errors import ConfigError
 from ycore.launch.engine_watch import start_order
 from ycore.launch.engines import EnginePlan, model_length, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site, this_machine
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 SMOLLM2 = {
     "num_hidden_layers": 30,

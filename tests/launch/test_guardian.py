@@ -17,7 +17,7 @@ from ycore.errors import RunError
 from ycore.launch.guardian import RunWatch, guarded, remove_leftovers
 from ycore.launch.processes import ManagedProcess
 from ycore.run.claim import Claim
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.run.reports import RUN_MARKER
 from ycore.sandbox import Confinement, Level
 from ycore.sandbox.confine import confined_launch
@@ -30,7 +30,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup inher
 from pathlib import Path
 from ycore.launch.guardian import guarded
 from ycore.launch.processes import ManagedProcess
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.run.claim import Claim
 
 folder = RunFolder(Path(sys.argv[1]))

@@ -32,8 +32,7 @@ from ycore.launch.engine_watch import EngineWatch
 from ycore.launch.launcher import TRAINER, LocalRun, RunKind, run_worker
 from ycore.launch.layout import Machine
 from ycore.launch.processes import worker_environment
-from ycore.run.files import read_json
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, read_json
 from ycore.run.reports import RUN_MARKER
 
 WITHIN_S = 120.0

@@ -31,7 +31,7 @@ from ycore.launch.layout import (
 )
 from ycore.plan.devices import check_bfloat16
 from ycore.plan.memory import SHARDINGS, Sharding
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 CORES = Machine(cores=tuple(range(8)), devices=())
 EIGHT = Machine(cores=tuple(range(64)), devices=tuple("01234567"))

@@ -19,8 +19,7 @@ from ycore.launch.processes import (
     meaningful_line,
     remove_extension_locks,
 )
-from ycore.run.files import write_json_atomic
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, write_json_atomic
 from ycore.run.reports import Rank, Report, forget_reports, read_report, report_end, report_file
 
 WITHIN_S = 60.0

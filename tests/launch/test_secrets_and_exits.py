@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.tiny_model import write_tiny_model
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.run.reports import RUN_MARKER
 
 SCRIPTED = [sys.executable, "-m", "tests.chaos.command", json.dumps({"--think-s": "0.05"})]

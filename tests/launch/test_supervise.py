@@ -27,8 +27,8 @@ from ycore.errors import EngineError, TrainerError
 from ycore.launch import launcher
 from ycore.launch.engine_watch import LiveEngine
 from ycore.launch.launcher import RunKind, run_worker
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER, kill_tree
 
 ENGINE = """
@@ -49,7 +49,7 @@ WORKER = """
 import http.client, os, signal, socket, sys, time
 from pathlib import Path
 from ycore.run.reports import dump_stacks_on_signal
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.run.reports import kill_tree
 from ycore.run.metrics import MetricsWriter
 dump_stacks_on_signal()

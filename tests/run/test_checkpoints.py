@@ -31,8 +31,7 @@ from ycore.run.checkpoints import (
     staging,
     step_of,
 )
-from ycore.run.files import seal
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, seal
 from ycore.view.activity import Activity, Scene, read_work
 
 FILES = {

@@ -33,8 +33,7 @@ from ycore.run.claim import (
     model_fingerprint,
     settings_that_differ,
 )
-from ycore.run.files import make_private, read_json, write_json_atomic
-from ycore.run.paths import RunFolder, read_run_id
+from ycore.run.files import RunFolder, make_private, read_json, read_run_id, write_json_atomic
 
 
 def config_for(folder: RunFolder, **changes: Any) -> RunConfig:
@@ -194,7 +193,7 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import RunFolderError
 from ycore.run import claim as claims
 from ycore.run.files import write_json_atomic
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 folder, seed = RunFolder(Path(sys.argv[1])), int(sys.argv[2])
 check, checked = claims.check_claim, []
@@ -275,7 +274,7 @@ CLAIM_HERE = """
 import sys
 from pathlib import Path
 from ycore.run.claim import Claim
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 (Path(sys.argv[1]) / "run").mkdir()
 print(Claim(RunFolder(Path(sys.argv[1]) / "run")).run_id)
 """

@@ -10,9 +10,15 @@ import pytest
 from ycore.errors import RunFolderError
 from ycore.run import files
 from ycore.run.claim import is_held
-from ycore.run.files import LineFollower, parse_json, read_json, read_regular, write_json_atomic
+from ycore.run.files import (
+    LineFollower,
+    RunFolder,
+    parse_json,
+    read_json,
+    read_regular,
+    write_json_atomic,
+)
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round
 from ycore.view.activity import read_work
 

@@ -10,8 +10,7 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import RunFolderError
 from ycore.run.checkpoints import checkpoint_of, checkpoints_in, publish, staging, step_of
 from ycore.run.claim import Resume, claim, settings_that_differ
-from ycore.run.files import read_json, write_json_atomic
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, read_json, write_json_atomic
 from ycore.run.resuming import (
     check_world,
     parse_checkpoint,

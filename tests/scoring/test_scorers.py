@@ -20,7 +20,7 @@ from ycore.launch.device_memory import RunMemory
 from ycore.launch.engines import EnginePlan, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site
 from ycore.plan.sharing import DeviceSharing
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.scoring.scorers import check_models, check_rows, check_run_placement, served_models
 
 SCORE = {"verdict": {"kind": "score"}}

@@ -29,8 +29,8 @@ from ycore.round.meters import collect
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
+from ycore.run.files import RunFolder
 from ycore.run.images import ImageStore, png_of
-from ycore.run.paths import RunFolder
 from ycore.scoring.judge_scorer import (
     KEY,
     AgreementScorer,

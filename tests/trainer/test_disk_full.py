@@ -22,9 +22,8 @@ from ycore.config.schema import RunConfig
 from ycore.errors import Interrupted, RunError
 from ycore.round.assemble import assemble
 from ycore.run.checkpoints import CheckpointWriter, checkpoint_problem, checkpoints_in, size_of
-from ycore.run.files import is_disk_full, write_json_atomic
+from ycore.run.files import RunFolder, is_disk_full, write_json_atomic
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 from ycore.trainer import __main__ as main
 from ycore.trainer.rollout_run import RolloutRun
 

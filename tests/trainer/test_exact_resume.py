@@ -25,8 +25,8 @@ from tests.tiny_model import write_tiny_model
 from tests.tiny_vision import write_tiny_vision_model
 from ycore.config.resolve import read_config, require_rollouts
 from ycore.data.prompts import load_prompts, row_at
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 
 COMMAND = [
     sys.executable,

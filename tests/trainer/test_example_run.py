@@ -23,9 +23,8 @@ from ycore.errors import DataError, Interrupted, RunFolderError
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
 from ycore.run.claim import claim
-from ycore.run.files import read_json, write_json_atomic
+from ycore.run.files import RunFolder, read_json, write_json_atomic
 from ycore.run.metrics import is_evaluation, read_metrics
-from ycore.run.paths import RunFolder
 from ycore.trainer.example_run import ExampleRun
 from ycore.trl.build import build_trainer
 

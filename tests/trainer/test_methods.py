@@ -15,9 +15,8 @@ from tests.tiny_model import write_tiny_model
 from ycore.config.presets import Advantage, presets
 from ycore.config.resolve import resolve
 from ycore.round.assemble import assemble
-from ycore.run.files import write_json_atomic
+from ycore.run.files import RunFolder, write_json_atomic
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 from ycore.sandbox import Level
 from ycore.sandbox.level import level_refusal
 from ycore.trainer.rollout_run import RolloutRun

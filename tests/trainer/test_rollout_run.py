@@ -27,9 +27,8 @@ from ycore.config.schema import (
     RewardSettings,
 )
 from ycore.round.journal import Journal
-from ycore.run.files import write_json_atomic
+from ycore.run.files import RunFolder, write_json_atomic
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 from ycore.run.reports import is_alive
 
 REWARD = """
@@ -517,7 +516,7 @@ def test_a_trainer_keeps_to_its_share_of_the_cores(tmp_path: Path, divided: bool
         RunFolder(tmp_path).engines, {"cores": [cores[1:], cores[:1]] if divided else None}
     )
     line = (
-        "import os, sys; from pathlib import Path; from ycore.run.paths import RunFolder; "
+        "import os, sys; from pathlib import Path; from ycore.run.files import RunFolder; "
         "from ycore.trainer.__main__ import keep_to_cores; "
         "keep_to_cores(RunFolder(Path(sys.argv[1])), 1); print(sorted(os.sched_getaffinity(0)))"
     )

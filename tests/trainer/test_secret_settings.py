@@ -13,8 +13,7 @@ from ycore.config.resolve import resolve
 from ycore.launch.processes import worker_environment
 from ycore.round.assemble import assemble
 from ycore.run.claim import claim
-from ycore.run.files import write_json_atomic
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, write_json_atomic
 from ycore.run.secrets import VARIABLE
 from ycore.sandbox import View
 from ycore.sandbox.confine import confined_environment

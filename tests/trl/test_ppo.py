@@ -16,7 +16,7 @@ from ycore.config.learners import CriticSettings
 from ycore.engine.weights import engine_weights
 from ycore.errors import ConfigError, RunError
 from ycore.run.claim import model_fingerprint
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.trl.ppo import NAME, VALUES, Trainer, start_from_reward_model
 from ycore.trl.returns import whitened
 from ycore.types import Completion, Draw, Group, Prompt, Score

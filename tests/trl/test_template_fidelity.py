@@ -46,7 +46,7 @@ from ycore.data.examples import load_examples
 from ycore.engine.commands import engine_environment
 from ycore.engine.kinds import is_vllm_installed
 from ycore.round.assemble import Assembly
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.scoring.model_scorers import reward_model_encoder
 from ycore.trl.build import _rows, load_trainer_class
 from ycore.types import Prompt

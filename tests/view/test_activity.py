@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.run.trace import (
     IN_FLIGHT,
     ROUND,

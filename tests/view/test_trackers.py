@@ -13,7 +13,7 @@ import pytest
 
 from tests.tiny_model import write_tiny_model
 from ycore.config.resolve import resolve
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.view.trackers import TrackerPage, tell_evaluation
 
 YCORE = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]

@@ -11,8 +11,7 @@ from ycore.api.tables import aligned, figure_rows
 from ycore.config.recipe_files import load_benchmark
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, DataError
-from ycore.run.files import write_json_atomic
-from ycore.run.paths import tracker_group
+from ycore.run.files import tracker_group, write_json_atomic
 
 _SAMPLE_WIDTH = 100
 

@@ -28,9 +28,8 @@ from ycore.config.algorithms import find_algorithm
 from ycore.config.resolve import require_rollouts
 from ycore.errors import RunFolderError
 from ycore.run.claim import AS_IT_WAS
-from ycore.run.files import read_json
+from ycore.run.files import RunFolder, read_json
 from ycore.run.metrics import read_metrics
-from ycore.run.paths import RunFolder
 
 
 class Run:

@@ -41,8 +41,15 @@ from ycore.errors import (
     nearest,
 )
 from ycore.run.claim import AS_IT_WAS, Claim, is_finished
-from ycore.run.files import make_private, read_json, write_bytes_atomic, write_json_atomic
-from ycore.run.paths import LOCK, RunFolder, tracker_group
+from ycore.run.files import (
+    LOCK,
+    RunFolder,
+    make_private,
+    read_json,
+    tracker_group,
+    write_bytes_atomic,
+    write_json_atomic,
+)
 from ycore.run.text import Say
 from ycore.scoring.group_rewards import rewards_differ, weighted_sum
 

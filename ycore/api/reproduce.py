@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ycore.config.algorithms import ALGORITHMS
-from ycore.run.files import read_json, write_json_atomic
+from ycore.run.files import RunFolder, read_json, write_json_atomic
 from ycore.run.metrics import REWARD, Row, number, read_metrics
-from ycore.run.paths import RunFolder
 from ycore.view.report import read_run, write_report
 
 _WINDOW = 5  # steps of a trailing mean; one step's reward says little

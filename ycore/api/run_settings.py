@@ -20,8 +20,7 @@ from ycore.judge.sources import with_declarations
 from ycore.launch import layout
 from ycore.launch.device_memory import fit_devices
 from ycore.run.claim import flat, stored_config
-from ycore.run.files import named_by_content, write_bytes_atomic
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, named_by_content, write_bytes_atomic
 from ycore.run.secrets import redact
 from ycore.sandbox.pickled_code import code_references
 

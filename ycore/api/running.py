@@ -31,7 +31,7 @@ from ycore.run.claim import (
     is_finished,
     stored_config,
 )
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.run.resuming import (
     check_began_with,
     check_checkpoint,

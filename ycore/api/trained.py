@@ -29,9 +29,8 @@ from ycore.models.fetch import fetch_model
 from ycore.models.names import hub_id, read_settings, resolve_model
 from ycore.placement.placement import JUDGE
 from ycore.run.claim import Claim, stored_config
-from ycore.run.files import read_json
+from ycore.run.files import RunFolder, read_json
 from ycore.run.interrupt import StopRequests
-from ycore.run.paths import RunFolder
 from ycore.run.text import Say, printable, topic
 from ycore.run.work import quiet, working
 

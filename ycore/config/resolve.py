@@ -26,8 +26,7 @@ from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import alias_value, aliases, refusal
 from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
-from ycore.run.files import check_plain
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, check_plain
 from ycore.run.secrets import load_config
 
 

@@ -15,7 +15,7 @@ from ycore.config.algorithms import Algorithm, find_algorithm
 from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
 from ycore.config.trl_fields import OWN_DEFAULTS, familiar_options
 from ycore.errors import ConfigError
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 MICRO_BATCH_TOKENS_CPU = 2_048
 MICRO_BATCH_TOKENS_GPU = 16_384

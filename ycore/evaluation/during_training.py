@@ -34,9 +34,8 @@ from ycore.evaluation.held_out import (
     why_stop,
 )
 from ycore.round.step import Controller
-from ycore.run.files import read_json, sync, write_json_atomic
+from ycore.run.files import RunFolder, read_json, sync, write_json_atomic
 from ycore.run.metrics import STEP_SECONDS, is_evaluation, read_metrics
-from ycore.run.paths import RunFolder
 from ycore.run.work import working
 
 _RECORD = "evaluation.json"  # in the folder of the best model: its step and figures

@@ -17,10 +17,9 @@ from ycore.evaluation.held_out import (
     mean_of_known,
     pair_figures,
 )
-from ycore.run.files import sync, write_json_atomic
+from ycore.run.files import RunFolder, sync, write_json_atomic
 from ycore.run.interrupt import on_stop
 from ycore.run.metrics import MetricsWriter
-from ycore.run.paths import RunFolder
 from ycore.run.reports import run_alone
 from ycore.run.work import publish_work, working
 from ycore.types import Group

@@ -39,10 +39,16 @@ from ycore.run.checkpoints import (
     step_of,
 )
 from ycore.run.claim import check_contents, contents_of
-from ycore.run.files import make_folder, read_json, sync, sync_tree, write_json_atomic
+from ycore.run.files import (
+    RunFolder,
+    make_folder,
+    read_json,
+    sync,
+    sync_tree,
+    write_json_atomic,
+)
 from ycore.run.images import ImageStore
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
-from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
 
 _NUM_CHECKPOINTS = 2

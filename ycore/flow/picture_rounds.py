@@ -31,8 +31,8 @@ from ycore.rollout.turns import completion_seed
 from ycore.round.journal import Journal
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
+from ycore.run.files import RunFolder
 from ycore.run.images import ImageStore
-from ycore.run.paths import RunFolder
 from ycore.run.tasks import together
 from ycore.run.trace import TraceWriter
 from ycore.scoring.group_rewards import min_stds, total_reward

@@ -11,8 +11,8 @@ from ycore.flow.sampler import Picture
 from ycore.judge.question import Questioner
 from ycore.judge.sources import JUDGE_PREFIX, judge_of
 from ycore.rewards.loading import reward_names
+from ycore.run.files import RunFolder
 from ycore.run.images import ImageStore
-from ycore.run.paths import RunFolder
 from ycore.scoring.judge_scorer import JudgeMeter, JudgeScorer
 from ycore.scoring.scoring import PendingGroup, RuleScorer, Scorer, Scoring, reward_pool
 from ycore.types import Completion, Prompt, Score

@@ -20,9 +20,8 @@ from ycore.errors import ModelError
 from ycore.flow.flow_inputs import FlowFolder
 from ycore.flow.flow_math import DrawnPictures, SamplingPath, draw, window_of
 from ycore.rollout.turns import Generate, GroupStart, SingleTurnWriter, completion_seed
-from ycore.run.files import make_folder, read_named, write_bytes_atomic
+from ycore.run.files import RunFolder, make_folder, read_named, write_bytes_atomic
 from ycore.run.images import ImageStore, png_of
-from ycore.run.paths import RunFolder
 from ycore.types import Completion, Image, Prompt, from_json
 
 Weights = Mapping[str, torch.Tensor]

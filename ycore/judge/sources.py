@@ -23,7 +23,7 @@ from ycore.config.schema import (
 )
 from ycore.errors import ConfigError, RewardError, nearest
 from ycore.judge.declaration import POLICY_BASE, Judge, ScoringModel, Served
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 JUDGE_PREFIX = "judge:"
 REWARD_MODEL_PREFIX = "rm:"

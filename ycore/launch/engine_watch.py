@@ -39,7 +39,7 @@ from ycore.launch.guardian import guarded
 from ycore.launch.layout import machine_in_json, on_host
 from ycore.launch.processes import ManagedProcess
 from ycore.models.fetch import fetch_named
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.run.reports import is_alive, kill_tree
 from ycore.run.text import Say
 

@@ -31,8 +31,7 @@ from ycore.models.fetch import fetch_model
 from ycore.models.names import context_length, resolve_model
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.plan.sharing import DeviceSharing
-from ycore.run.files import read_json
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, read_json
 from ycore.run.reports import RUN_MARKER
 from ycore.run.text import Say
 from ycore.scoring.scorers import served_models

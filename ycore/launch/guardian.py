@@ -22,8 +22,7 @@ import psutil
 
 from ycore.errors import RunError
 from ycore.run.claim import Claim
-from ycore.run.files import make_private, open_private
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, make_private, open_private
 from ycore.run.reports import RUN_MARKER, is_alive
 from ycore.sandbox.watch import remove_tree
 

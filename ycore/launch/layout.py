@@ -38,7 +38,7 @@ from ycore.plan.devices import (
     usable_cores,
 )
 from ycore.plan.memory import SHARDINGS, Sharding
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 
 
 @dataclass(frozen=True, slots=True)

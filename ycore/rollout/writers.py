@@ -16,7 +16,7 @@ from ycore.rollout.turns import (
     SingleTurnWriter,
     TurnLimits,
 )
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.types import Prompt
 
 

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from ycore.errors import ConfigError, RunFolderError
 from ycore.round.peers import GroupSummary, deal_groups
 from ycore.round.sampling import Shard
-from ycore.run.files import make_folder
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, make_folder
 from ycore.run.resuming import (
     check_replay,
     damaged_round,

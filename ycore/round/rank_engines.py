@@ -23,8 +23,7 @@ from ycore.placement.allocator import Allocator
 from ycore.placement.placement import ALLOCATOR, ROLLOUT, SlotPool, in_order, parse_placement
 from ycore.placement.service import RemoteAllocator, home_rank
 from ycore.placement.slots import Sleeper, Slots
-from ycore.run.files import read_json
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, read_json
 from ycore.run.reports import this_rank
 from ycore.run.trace import TraceWriter
 from ycore.scoring.scoring import ScorerEngines, scorer_servers

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from ycore.errors import RunError, RunFolderError, YcoreError
 from ycore.run.files import (
     MAX_SETTINGS_BYTES,
+    RunFolder,
     is_disk_full,
     make_folder,
     read_regular,
@@ -30,7 +31,6 @@ from ycore.run.files import (
     unseal,
     write_bytes_atomic,
 )
-from ycore.run.paths import RunFolder
 from ycore.run.text import Say
 from ycore.run.work import working
 

@@ -21,8 +21,15 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from ycore.errors import RunFolderError
-from ycore.run.files import make_folder, read_json, sync, write_json_atomic
-from ycore.run.paths import LOCK, RunFolder, keep_run_id
+from ycore.run.files import (
+    LOCK,
+    RunFolder,
+    keep_run_id,
+    make_folder,
+    read_json,
+    sync,
+    write_json_atomic,
+)
 from ycore.run.secrets import check_secrets, redact, redact_command
 
 _LOCK_WITHIN_S = 6.0  # what a guardian takes to clear away a run whose launcher was killed

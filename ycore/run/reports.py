@@ -17,9 +17,8 @@ from pathlib import Path
 import psutil
 
 from ycore.errors import UserError, YcoreError
-from ycore.run.files import read_json, write_json_atomic
+from ycore.run.files import RunFolder, read_json, write_json_atomic
 from ycore.run.interrupt import keep_printing
-from ycore.run.paths import RunFolder
 
 RUN_MARKER = "YCORE_RUN"
 """The environment variable that every process of a run carries; its value is `RunFolder.run_id`."""

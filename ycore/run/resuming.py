@@ -33,8 +33,7 @@ from ycore.run.claim import (
     in_words,
     write_description,
 )
-from ycore.run.files import read_regular, seal, sync, unseal, write_bytes_atomic
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, read_regular, seal, sync, unseal, write_bytes_atomic
 from ycore.run.text import Say
 
 _ROUND_SCHEMA = 1

@@ -15,8 +15,7 @@ from operator import getitem
 from typing import Any
 
 from ycore.errors import ConfigError
-from ycore.run.files import read_json
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, read_json
 
 VARIABLE = "YCORE_SECRETS"
 """JSON: `[[path, value], ...]`, a path being the keys and list indices that lead to the value."""

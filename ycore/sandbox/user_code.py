@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.sandbox import GIB, Confinement, Limits, View
 from ycore.sandbox.channel import names_file
 from ycore.sandbox.confine import python_paths, source_paths

@@ -12,9 +12,9 @@ from ycore.judge.sources import JUDGE_PREFIX, REWARD_MODEL_PREFIX, teachers_of
 from ycore.placement.placement import JUDGE, ROLLOUT, check_placement, in_order, parse_placement
 from ycore.rewards.builtin import CODE, ENVIRONMENT, REFERENCE
 from ycore.rewards.loading import reward_names
+from ycore.run.files import RunFolder
 from ycore.run.images import ImageStore
 from ycore.run.metrics import Meter
-from ycore.run.paths import RunFolder
 from ycore.scoring.scoring import (
     Policy,
     Scorer,

@@ -12,9 +12,8 @@ from typing import Protocol
 
 from ycore.config.algorithms import FAMILIES, find_algorithm, load_reference
 from ycore.errors import Interrupted, PeerError, YcoreError
-from ycore.run.files import as_run_error, read_json
+from ycore.run.files import RunFolder, as_run_error, read_json
 from ycore.run.interrupt import keep_printing, on_stop
-from ycore.run.paths import RunFolder
 from ycore.run.reports import (
     OF_RANKS,
     Rank,

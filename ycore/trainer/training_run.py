@@ -43,9 +43,8 @@ from ycore.run.checkpoints import (
     step_of,
 )
 from ycore.run.claim import check_contents
-from ycore.run.files import read_json, sync, sync_tree, write_json_atomic
+from ycore.run.files import RunFolder, read_json, sync, sync_tree, write_json_atomic
 from ycore.run.metrics import MetricsWriter, is_evaluation
-from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
 from ycore.trl.base import BaseTrainer
 from ycore.trl.batches import MicroBatches, RoundPosition

@@ -28,7 +28,7 @@ from ycore.data.examples import Example, ExampleSet
 from ycore.errors import ConfigError
 from ycore.models.names import context_length, read_settings
 from ycore.rewards.loading import reward_names
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.trl.base import BaseTrainer, bare
 from ycore.trl.forward import add_compact_head, fuse_adapters, needs_compact_head
 

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from ycore.config.learners import CriticSettings, PPOConfig
 from ycore.errors import ConfigError, RunError
 from ycore.run.claim import model_fingerprint
-from ycore.run.files import read_json
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, read_json
 from ycore.trl.base import bare
 from ycore.trl.forward import PaddedRows, packed_scores
 from ycore.trl.grpo import TokenRewardTrainer

@@ -16,11 +16,11 @@ from pathlib import Path
 from ycore.run.files import (
     MAX_SETTINGS_BYTES,
     LineFollower,
+    RunFolder,
     parse_json,
     read_json,
     read_regular,
 )
-from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration
 from ycore.run.trace import (
     EVALUATION,

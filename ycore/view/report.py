@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ycore.config.schema import RunConfig
 from ycore.errors import RunFolderError
-from ycore.run.files import read_json
+from ycore.run.files import RunFolder, read_json
 from ycore.run.metrics import (
     REWARD,
     STEP_SECONDS,
@@ -28,7 +28,6 @@ from ycore.run.metrics import (
     number,
     read_metrics,
 )
-from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round, round_file, rounds_in
 from ycore.run.text import as_duration, printable, topic
 from ycore.scoring.group_rewards import weighted_sum

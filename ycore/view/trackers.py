@@ -29,9 +29,8 @@ from transformers.trainer_callback import CallbackHandler
 
 from ycore.config.resolve import read_config
 from ycore.config.schema import AnyConfig, BaseConfig
-from ycore.run.files import read_json
+from ycore.run.files import TRACKER_GROUP, RunFolder, read_json
 from ycore.run.metrics import EVALUATION
-from ycore.run.paths import TRACKER_GROUP, RunFolder
 from ycore.view.report import content_text
 
 Rows = Sequence[Mapping[str, Any]]

@@ -17,8 +17,7 @@ from tests.chaos.results import Difference, Result, compare, read_result
 from tests.chaos.runs import Run, Setting, leftovers
 from ycore.config.schema import RunConfig, TuneConfig
 from ycore.errors import RunError
-from ycore.run.files import read_json
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder, read_json
 from ycore.run.resuming import round_file
 
 RUN = "run"

@@ -27,7 +27,7 @@ from ycore.run.checkpoints import drop_oldest, publish, staging
 from ycore.run.claim import claim
 from ycore.run.files import sync, sync_tree, write_json_atomic
 from ycore.run.metrics import MetricsWriter
-from ycore.run.paths import RunFolder
+from ycore.run.files import RunFolder
 from ycore.run.resuming import drop_rounds, round_file, write_round
 from ycore.config.schema import RewardConfig, RunConfig
 

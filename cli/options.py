@@ -13,6 +13,7 @@ import typer
 from ycore.config.algorithms import Algorithm, AlgorithmEntry, find_entry
 from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError, nearest
+from ycore.types import JsonObject, Record
 
 if TYPE_CHECKING:
     from ycore.config.schema import BaseConfig
@@ -317,7 +318,7 @@ TRL_FIELDS: Mapping[str, str] = {
 """The fields of TRL's that people set most, which are options like ycore's own."""
 
 
-def trl_options(algorithm: Algorithm) -> dict[str, Any]:
+def trl_options(algorithm: Algorithm) -> JsonObject:
     """Declare the usual fields of the algorithm's config class of TRL, with their defaults in ycore."""
     fields = fields_of(algorithm.trl_config)
     defaults = algorithm.trl_defaults
@@ -379,7 +380,7 @@ def resolve_config(
 
 def typed_keys(
     context: typer.Context, *, algorithm: str, arguments: Sequence[str] | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Collect the keys of a config that were typed; under `trl`, TRL's fields among `arguments`, or else `context.args`."""
     words = context.args if arguments is None else arguments
     keys = config_keys(context.params)
@@ -392,11 +393,11 @@ def typed_keys(
     return keys | ({"trl": trl} if trl else {})
 
 
-def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
+def config_keys(params: Record) -> JsonObject:
     """Collect the keys of a config that the declared options set; options that were not given set none."""
     from ycore.config.resolve import set_key
 
-    keys: dict[str, Any] = {}
+    keys: JsonObject = {}
     for name, value in params.items():
         if isinstance(value, tuple | list):
             value = list(value) or None
@@ -418,11 +419,11 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def _trl_options(
     arguments: Sequence[str], *, declared: Iterable[str], entry: AlgorithmEntry
-) -> dict[str, Any]:
+) -> JsonObject:
     """Parse undeclared options into values, still as text; a ConfigError says what to type instead of an unknown one."""
     fields = fields_of(entry.trl_config) if arguments and entry.trl_config else {}
     flags = {name for name, field in fields.items() if field.is_flag}
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     value: str | bool | None
     rest = list(arguments)
     while rest:
@@ -468,7 +469,7 @@ def _words_instead(option: str, value: str, known: Sequence[str], entry: Algorit
     return nearest(option, known, limit=1)
 
 
-def _stored(options: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
+def _stored(options: Record, *, resume: bool) -> JsonObject:
     """Read the settings of the run that is resumed or replayed, so that its folder is enough."""
     from ycore.api.run_settings import stored_settings
 

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-Message = Mapping[str, Any]
+Record = Mapping[str, Any]
+"""An object of JSON or YAML that is read and not changed: a plan, a header, a recipe's settings."""
+
+JsonObject = dict[str, Any]
+"""An object of JSON or YAML that is filled, or taken apart."""
+
+Message = Record
 """One chat turn: `{"role": ..., "content": ...}`, and what else its row says: `tool_calls`, `reasoning_content`, ...
 
 The content is None only beside `tool_calls`.

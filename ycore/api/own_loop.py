@@ -17,7 +17,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +43,7 @@ from ycore.run.secrets import secrets_environment
 from ycore.run.tasks import together
 from ycore.scoring.group_rewards import compared_rewards, rewards_differ
 from ycore.scoring.scoring import PendingGroup
-from ycore.types import Completion, Content, Group, Score
+from ycore.types import Completion, Content, Group, JsonObject, Record, Score
 from ycore.view.progress import PlainProgress
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class RoundGroup:
     """
 
     prompt: Content
-    columns: Mapping[str, Any]
+    columns: Record
     completions: tuple[str, ...]
     rewards: list[float | None]
     group: Group
@@ -164,7 +164,7 @@ class Round:
             item.rewards = compared_rewards(group, self._weights)
         return list(groups)
 
-    def train(self, groups: Sequence[RoundGroup]) -> dict[str, Any]:
+    def train(self, groups: Sequence[RoundGroup]) -> JsonObject:
         """Take one round of TRL's training on these groups, and return the step's row of `metrics.jsonl`.
 
         Raises:

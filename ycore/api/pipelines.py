@@ -52,6 +52,7 @@ from ycore.run.files import (
 )
 from ycore.run.text import Say
 from ycore.scoring.group_rewards import rewards_differ, weighted_sum
+from ycore.types import JsonObject, Record
 
 PAIRS = "pairs"
 """The stage kind that is no command: completions are sampled and scored, and preference pairs are made of them."""
@@ -72,8 +73,8 @@ class PipelineFile(Strict):
     model: str | None = None
     output: str | None = None
     seed: Whole = 0
-    defaults: dict[str, Any] = Field(default_factory=dict)
-    stages: Annotated[dict[str, dict[str, Any] | None], Field(min_length=1)]
+    defaults: JsonObject = Field(default_factory=dict)
+    stages: Annotated[dict[str, JsonObject | None], Field(min_length=1)]
 
 
 class Stage(NamedTuple):
@@ -86,8 +87,8 @@ class Stage(NamedTuple):
     name: str
     command: str
     folder: Path
-    keys: Mapping[str, Any]
-    check_keys: Mapping[str, Any] | None
+    keys: Record
+    check_keys: Record | None
     compare: Compare
 
     @property
@@ -103,16 +104,16 @@ class Pipeline(NamedTuple):
     """Stages in the order in which they run. `declared` is stored: only the same pipeline may resume in the folder."""
 
     folder: Path
-    declared: Mapping[str, Any]
+    declared: Record
     stages: Sequence[Stage]
 
 
 def parse_pipeline(
-    recipe: Mapping[str, Any],
+    recipe: Record,
     *,
     name: str,
     sets: Sequence[str] = (),
-    options: Mapping[str, Any] | None = None,
+    options: Record | None = None,
 ) -> Pipeline:
     """Parse the keys of a pipeline's file, with options and `--set` applied; ConfigError for what cannot work.
 
@@ -153,7 +154,7 @@ def parse_pipeline(
     return Pipeline(folder, declared, stages)
 
 
-def _apply_set(declared: dict[str, Any], item: str) -> None:
+def _apply_set(declared: JsonObject, item: str) -> None:
     path, value = parse_set(item)
     stages = declared.get("stages")
     names = stages if isinstance(stages, dict) else {}
@@ -170,7 +171,7 @@ def _apply_set(declared: dict[str, Any], item: str) -> None:
 
 def _parse_stage(
     name: str,
-    declared: Mapping[str, Any],
+    declared: Record,
     file: PipelineFile,
     folder: Path,
     paths: Mapping[str, str],
@@ -195,7 +196,7 @@ def _parse_stage(
             f"stage {name}: compare is {' or '.join(get_args(Compare))}; it is {compare!r}"
         )
     fields = find_algorithm("eval" if command == PAIRS else command).config.model_fields
-    keys: dict[str, Any] = {"model": "${model}"}
+    keys: JsonObject = {"model": "${model}"}
     keys |= {key: value for key, value in file.defaults.items() if key in fields}
     keys |= {key: value for key, value in declared.items() if key not in ("command", "compare")}
     if file.seed:
@@ -216,7 +217,7 @@ def _parse_stage(
     return Stage(name, command, folder, filled, check_keys, compare)
 
 
-def _filled(keys: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]:
+def _filled(keys: Record, paths: Mapping[str, str]) -> JsonObject:
     """Replace the references; KeyError for one that leads nowhere."""
 
     def fill(value: Any) -> Any:
@@ -228,13 +229,11 @@ def _filled(keys: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]
             return re.sub(r"\$\{([^}]*)\}", lambda match: paths[match[1].strip()], value)
         return value
 
-    filled: dict[str, Any] = fill(keys)
+    filled: JsonObject = fill(keys)
     return filled
 
 
-def run_pipeline(
-    pipeline: Pipeline, *, resume: bool, dry_run: bool, say: Say
-) -> dict[str, Any]:
+def run_pipeline(pipeline: Pipeline, *, resume: bool, dry_run: bool, say: Say) -> JsonObject:
     """Check every stage, then run what is not finished; return the report, which is also in pipeline.json."""
     _check_folder(pipeline, resume=resume)
     for stage in pipeline.stages:
@@ -308,7 +307,7 @@ def _checked_rows(stage: Stage) -> list[tuple[str, str]]:
         return stage_plan(config, resume=stage.state == "begun")
 
 
-def stage_config(stage: Stage, keys: Mapping[str, Any]) -> AnyConfig:
+def stage_config(stage: Stage, keys: Record) -> AnyConfig:
     """Resolve the config of a stage's run, by the rules of its command's recipes."""
     algorithm = "eval" if stage.command == PAIRS else stage.command
     with _named(stage):
@@ -322,7 +321,7 @@ def stage_plan(config: AnyConfig, *, resume: bool) -> list[tuple[str, str]]:
     return plan_rows(checked_plan(complete_config(config), resume=resume), resume=resume)
 
 
-def run_stage_command(config: AnyConfig, *, resume: bool) -> Mapping[str, Any]:
+def run_stage_command(config: AnyConfig, *, resume: bool) -> Record:
     """Check a stage's run, do it in the foreground, and return its summary."""
     config = complete_config(config)
     if config.algorithm == "eval":
@@ -370,10 +369,8 @@ def _clear(root: Path) -> None:
         folder_claim.release()
 
 
-def _write_report(
-    pipeline: Pipeline, status: str, *, error: str | None = None
-) -> dict[str, Any]:
-    report: dict[str, Any] = {"status": status}
+def _write_report(pipeline: Pipeline, status: str, *, error: str | None = None) -> JsonObject:
+    report: JsonObject = {"status": status}
     if error is not None:
         report["error"] = error
     report["stages"] = [_stage_report(stage) for stage in pipeline.stages]
@@ -382,7 +379,7 @@ def _write_report(
     return report
 
 
-def _stage_report(stage: Stage) -> dict[str, Any]:
+def _stage_report(stage: Stage) -> JsonObject:
     file = RunFolder(stage.folder).summary
     figures = read_json(file) if file.is_file() else {}
     return {
@@ -394,7 +391,7 @@ def _stage_report(stage: Stage) -> dict[str, Any]:
     }
 
 
-def report_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+def report_rows(report: Record) -> list[tuple[str, str]]:
     """List for each stage its name; its command, how it ended, and its main figures."""
     rows = []
     for stage in report["stages"]:
@@ -403,7 +400,7 @@ def report_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _main_figures(figures: Mapping[str, Any]) -> Iterator[str]:
+def _main_figures(figures: Record) -> Iterator[str]:
     if "wall_s" in figures:
         yield f"{figures['wall_s']:.0f} s"
     if "num_pairs" in figures:
@@ -437,8 +434,8 @@ def write_pairs(folder: Path, *, weights: Sequence[float], compare: Compare) -> 
 
 
 def make_pairs(
-    rows: Iterable[Mapping[str, Any]], weights: Sequence[float], *, compare: Compare
-) -> Iterator[dict[str, Any]]:
+    rows: Iterable[Record], weights: Sequence[float], *, compare: Compare
+) -> Iterator[JsonObject]:
     """Pairs in the order of the prompts; the same two texts of a prompt make one pair.
 
     `rows` are those of completions.jsonl, the completions of a prompt one after another. A completion that no source

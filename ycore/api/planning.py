@@ -1,7 +1,7 @@
 """Plan the memory and time of a run from the model's config.json alone: on any devices, or on this machine's."""
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,10 +23,11 @@ from ycore.plan.memory import Workload, workload_of
 from ycore.plan.planner import Plan, StepForecast, forecast_step, make_plan, why_too_large
 from ycore.plan.timing import efficiency_of, train_s
 from ycore.scoring.scorers import first_scorer, served_models
+from ycore.types import JsonObject, Record
 
 _GIB = 2**30
 _SCORER = {"judge": "judge", "reward_model": "scorer", "teacher": "teacher"}
-_EXAMPLE: dict[str, Any] = {
+_EXAMPLE: JsonObject = {
     "dataset": "task:addition",
     "rewards": ["exact_answer"],
     "output": "runs/planned",
@@ -82,7 +83,7 @@ def make_run_plan(
     return make_plan(config, devices=devices, check=check, scorer=scorer, **lengths)
 
 
-def plan_in_words(made: Plan, *, top: int) -> tuple[dict[str, Any], list[str]]:
+def plan_in_words(made: Plan, *, top: int) -> tuple[JsonObject, list[str]]:
     """Put a plan into JSON values, and into lines for a person."""
     return made.as_json(top=top), list(_lines(made, top=top))
 
@@ -97,8 +98,8 @@ def run_length(
     config: RunConfig | TuneConfig,
     site: Site,
     batch: BatchPlan | TuneBatch,
-    details: Mapping[str, Any],
-) -> dict[str, Any]:
+    details: Record,
+) -> JsonObject:
     """Count the prompts, epochs and tokens of a run, and forecast its seconds, from what a plan knows of its rows."""
     length = _counts(config, batch, details["dataset"])
     engine = details.get("engine", "vllm")
@@ -124,8 +125,8 @@ def run_length(
 
 
 def _counts(
-    config: RunConfig | TuneConfig, batch: BatchPlan | TuneBatch, dataset: Mapping[str, Any]
-) -> dict[str, Any]:
+    config: RunConfig | TuneConfig, batch: BatchPlan | TuneBatch, dataset: Record
+) -> JsonObject:
     """Count steps, epochs and the tokens of a step; of a run with rollouts, also rounds and the prompts they draw."""
     if isinstance(batch, TuneBatch):
         row_tokens = dataset["reading"]["mean_tokens"]
@@ -151,8 +152,8 @@ def _rollouts_time(
     batch: BatchPlan,
     policy: ModelFacts,
     fleet: Fleet,
-    details: Mapping[str, Any],
-) -> dict[str, Any]:
+    details: Record,
+) -> JsonObject:
     """Forecast the seconds of a run with rollouts, without evaluations, by the formulas of `ycore plan`.
 
     At the fast end completions are brief and every group teaches; at the slow end they are as long as they may be.
@@ -195,7 +196,7 @@ def _examples_time(
     policy: ModelFacts,
     fleet: Fleet,
     tokens: int,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Forecast the seconds of a run on given examples, without those of evaluations."""
     sequences = find_algorithm(config.algorithm).sequences_per_row
     strategy = rank_strategy(config, site.layout, batch)
@@ -219,7 +220,7 @@ def _examples_time(
 
 def _time(
     fleet: Fleet, steps: int, step_s: Sequence[float], *, start: float = 1.0
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the parts of a run's seconds and their sum, at the fast end and at the slow end."""
     start_s = start * efficiency_of(fleet.device).start_s
     run_s = [start_s + steps * seconds for seconds in step_s]
@@ -236,9 +237,7 @@ def _fleet(config: BaseConfig, machine: Machine) -> Fleet | None:
     return None if device is None else Fleet(device, len(machine.devices))
 
 
-def planned_config(
-    base: Mapping[str, Any], options: Mapping[str, Any], *, sets: Sequence[str] = ()
-) -> RunConfig:
+def planned_config(base: Record, options: Record, *, sets: Sequence[str] = ()) -> RunConfig:
     """Resolve these keys, with examples of the keys that only a real run needs."""
 
     return require_rollouts(resolve(recipe={**_EXAMPLE, **base}, sets=sets, options=options))

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from ycore.config.algorithms import ALGORITHMS
 from ycore.run.files import RunFolder, read_json, write_json_atomic
 from ycore.run.metrics import REWARD, Row, number, read_metrics
+from ycore.types import JsonObject, Record
 from ycore.view.report import read_run, write_report
 
 _WINDOW = 5  # steps of a trailing mean; one step's reward says little
@@ -41,7 +41,7 @@ class BandVerdict:
         return f"seed {self.run} is {place} the band: {steps}"
 
 
-def stored_band(recipe: str) -> dict[str, Any] | None:
+def stored_band(recipe: str) -> JsonObject | None:
     """Read the band that ycore brings for a recipe; None where none was measured."""
     file = Path(str(files("ycore_recipes"))) / "bands" / f"{recipe}.json"
     return dict(read_json(file)) if file.is_file() else None
@@ -50,17 +50,17 @@ def stored_band(recipe: str) -> dict[str, Any] | None:
 def compare_seeds(
     root: Path,
     num_seeds: int,
-    band: Mapping[str, Any] | None,
+    band: Record | None,
     *,
     sets: Sequence[str],
     steps: int | None = None,
-) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+) -> tuple[JsonObject, list[tuple[str, str]]]:
     """Compare the finished runs `root/seed-0`, `seed-1`, ... with a band; write their page and reproduce.json.
 
     Returns:
         The content of reproduce.json, and the rows of a table.
     """
-    bands: Mapping[str, Any] = {} if band is None else band.get("stages", {"": band})
+    bands: Record = {} if band is None else band.get("stages", {"": band})
     finals: dict[str, float] = {}
     verdicts = []
     records = []
@@ -100,8 +100,8 @@ def compare_settings(
     num_seeds: int,
     *,
     steps: int | None = None,
-    ended: Sequence[Mapping[str, Any]] = (),
-) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    ended: Sequence[Record] = (),
+) -> tuple[JsonObject, list[tuple[str, str]]]:
     """Compare a sweep's combinations by the means of their seeds, the largest first; write sweep.json.
 
     Args:
@@ -111,7 +111,7 @@ def compare_settings(
     Returns:
         The content of sweep.json, and the rows of a table.
     """
-    rows: list[Mapping[str, Any]] = []
+    rows: list[Record] = []
     for name, sets in settings.items():
         result, _ = compare_seeds(root / name, num_seeds, None, sets=sets, steps=steps)
         finals = defaultdict(list)
@@ -160,7 +160,7 @@ def rows_by_stage(folder: Path) -> dict[str, Sequence[Row]]:
     return rows
 
 
-def judge_run(run: str, rows: Sequence[Row], band: Mapping[str, Any]) -> BandVerdict:
+def judge_run(run: str, rows: Sequence[Row], band: Record) -> BandVerdict:
     """Judge one stage: inside if the final value is in its interval, and four of five steps are in theirs."""
     curve = curve_of(rows)
     final = final_of(rows)

@@ -23,14 +23,15 @@ from ycore.run.claim import flat, stored_config
 from ycore.run.files import RunFolder, named_by_content, write_bytes_atomic
 from ycore.run.secrets import redact
 from ycore.sandbox.pickled_code import code_references
+from ycore.types import JsonObject, Record
 
 _T = TypeVar("_T")
 _Config = TypeVar("_Config", bound=BaseConfig)
 
-Reward = str | Callable[..., Sequence[float | None]] | Mapping[str, Any]
+Reward = str | Callable[..., Sequence[float | None]] | Record
 """A name as `--reward` takes it, a function in TRL's shape, or a mapping such as `{"reward": f, "weight": 0.5}`."""
 
-Rows = str | Iterable[Mapping[str, Any]]
+Rows = str | Iterable[Record]
 """A dataset's name as `--dataset` takes it, or rows: a list of mappings, a `datasets.Dataset` or a frame of pandas."""
 
 MAIN_FIELDS = ("loss_type", "beta", "temperature", "num_iterations")
@@ -46,10 +47,10 @@ _FUNCTIONS = {
 
 
 def rollout_settings(
-    model: str, dataset: Rows, reward: Reward | Sequence[Reward], settings: Mapping[str, Any]
-) -> dict[str, Any]:
+    model: str, dataset: Rows, reward: Reward | Sequence[Reward], settings: Record
+) -> JsonObject:
     """Collect the settings of a run with rollouts; an empty `dataset` or `reward` was not given."""
-    collected: dict[str, Any] = {"model": model}
+    collected: JsonObject = {"model": model}
     if not isinstance(dataset, str) or dataset:
         collected["dataset"] = dataset
     is_list = isinstance(reward, Sequence) and not isinstance(reward, str)
@@ -59,12 +60,12 @@ def rollout_settings(
     return {**collected, **settings}
 
 
-def settings_config(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> AnyConfig:
+def settings_config(algorithm: str, settings: Record, *, resume: bool) -> AnyConfig:
     """Validate the settings; rows and functions are written beside the run's folder, and stand in it by their files."""
     return resolve_keys(with_files(algorithm, settings), resume=resume)
 
 
-def with_files(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def with_files(algorithm: str, settings: Record) -> JsonObject:
     """Choose a folder, write rows and functions into files beside it, and return the keys of the config."""
     output = Path(settings.get("output") or unused_folder(f"runs/{algorithm}")).expanduser()
     settings = {**settings, "output": str(output)}
@@ -82,16 +83,16 @@ def with_files(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return keys_of(algorithm, settings)
 
 
-def keys_of(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def keys_of(algorithm: str, settings: Record) -> JsonObject:
     """Return the settings as keys of a config."""
-    keys: dict[str, Any] = {"algorithm": algorithm, **settings}
+    keys: JsonObject = {"algorithm": algorithm, **settings}
     for key, inner_key in (("engine", "kind"), ("sandbox", "level")):
         if isinstance(keys.get(key), str):
             keys[key] = {inner_key: keys[key]}
     return keys
 
 
-def resolve_keys(keys: Mapping[str, Any], *, resume: bool = False) -> AnyConfig:
+def resolve_keys(keys: Record, *, resume: bool = False) -> AnyConfig:
     """Resolve the keys over those of the run that goes on, or of an evaluation's benchmark."""
     keys = dict(keys)
     base = stored_settings(keys["output"]) if resume else {}
@@ -132,12 +133,12 @@ def changed_settings(config: AnyConfig, *, trains: bool) -> dict[str, list[Any]]
     }
 
 
-def _by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(settings: Record) -> JsonObject:
     """Return all settings by their dotted names, TRL's fields by TRL's."""
     return {**flat({**settings, "trl": {}}), **settings["trl"]}
 
 
-def main_settings(config: AnyConfig) -> dict[str, Any]:
+def main_settings(config: AnyConfig) -> JsonObject:
     """Return the loss and TRL's main fields of the run, also where they are at their defaults."""
     values = find_algorithm(config.algorithm).trl_defaults | config.trl
     loss_from = getattr(config, "loss_from", "grpo")
@@ -146,7 +147,7 @@ def main_settings(config: AnyConfig) -> dict[str, Any]:
     return {name: values[name] for name in MAIN_FIELDS if name in values}
 
 
-def tell_warnings(plan: Mapping[str, Any], *, depth: int) -> None:
+def tell_warnings(plan: Record, *, depth: int) -> None:
     """Give a plan's warnings as Python's, for the line of the caller that is `depth` calls away."""
     for line in plan["warnings"]:
         warnings.warn(line, stacklevel=depth)
@@ -171,7 +172,7 @@ def _with_names(functions: Any, kind: str, file: Path) -> list[Any]:
     return code_references(functions if is_list else [functions], file, kind=kind)
 
 
-def _write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> Path:
+def _write_rows(rows: Iterable[Record], file: Path) -> Path:
     """Write the rows as JSONL into a file that is named by its content too; ConfigError for a row that is not JSON."""
     if hasattr(rows, "iterrows"):  # a frame of pandas is a mapping of columns
         rows = cast(Any, rows).to_dict("records")
@@ -201,7 +202,7 @@ def complete_config(config: _Config) -> _Config:
     )
 
 
-def stored_settings(run: str) -> dict[str, Any]:
+def stored_settings(run: str) -> JsonObject:
     """Read the settings of a run's folder; {} where it holds none. Its secrets are `***`, and must be given again."""
     folder = RunFolder(Path(run).expanduser())
     return stored_config(folder) if folder.config.is_file() else {}

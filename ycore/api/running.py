@@ -1,9 +1,7 @@
 """Check everything that can be checked before a run starts, without loading torch; plan it, and train in the foreground."""
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ycore.api.planning import run_length
 from ycore.api.rollout_checks import check_rollouts
@@ -41,6 +39,7 @@ from ycore.run.resuming import (
     settle,
 )
 from ycore.run.secrets import redact
+from ycore.types import JsonObject, Record
 
 
 def checked_plan(
@@ -50,7 +49,7 @@ def checked_plan(
     how: Resume = AS_IT_WAS,
     trains: bool = True,
     show_rows: int = 1,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Plan the run as JSON values; UserError where it cannot work.
 
     Args:
@@ -94,7 +93,7 @@ def checked_plan(
     return plan | {"warnings": _warnings(plan) + of_sampling}
 
 
-def _places(config: AnyConfig, model: ModelPlan, site: Site) -> dict[str, Any]:
+def _places(config: AnyConfig, model: ModelPlan, site: Site) -> JsonObject:
     """Describe the model and the machine as JSON values."""
     machine = site.machine
     layout = site.layout
@@ -119,7 +118,7 @@ def _places(config: AnyConfig, model: ModelPlan, site: Site) -> dict[str, Any]:
     }
 
 
-def _warnings(plan: Mapping[str, Any]) -> list[str]:
+def _warnings(plan: Record) -> list[str]:
     """Name what makes the run worth less than it seems, a line each."""
     config = plan["config"]
     dataset = plan["dataset"]
@@ -143,7 +142,7 @@ def _warnings(plan: Mapping[str, Any]) -> list[str]:
 
 def _check_examples(
     config: TuneConfig, model: ModelPlan, site: Site, show_rows: int
-) -> dict[str, Any]:
+) -> JsonObject:
     examples = load_examples(config, as_chat=model.has_chat_template is True)
     if examples.is_chat:
         require_chat_template(model)
@@ -181,9 +180,9 @@ def _check_examples(
 
 def training_plan(
     config: BaseConfig, *, resume: bool, how: Resume, show_rows: int = 1
-) -> dict[str, Any]:
+) -> JsonObject:
     """Plan a training run as `checked_plan` does; UserError also where a checkpoint or journal cannot be used."""
-    plan: dict[str, Any]
+    plan: JsonObject
     if family := FAMILIES.get(config.algorithm):
         plan = load_reference(family.plan)(config, resume=resume, how=how)
     else:
@@ -211,9 +210,7 @@ def can_go_on(folder: RunFolder, *, for_longer: bool) -> bool:
     return not (measures or is_preflight) and (for_longer or not is_finished(folder))
 
 
-def run_training(
-    config: BaseConfig, plan: Mapping[str, Any], *, resume: bool, how: Resume
-) -> dict[str, Any]:
+def run_training(config: BaseConfig, plan: Record, *, resume: bool, how: Resume) -> JsonObject:
     """Train as the `training_plan` says, and return the run's summary."""
     from ycore.launch.launcher import TRAINER, run_worker  # a dry run needs none of it
 

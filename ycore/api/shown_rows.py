@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice, takewhile
 from typing import Any
 
@@ -11,7 +11,7 @@ from ycore.data.examples import ExampleSet
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import DataError, ModelError
 from ycore.models.names import ChatTemplate, ModelPlan, resolve_model
-from ycore.types import Content, Prompt, said
+from ycore.types import Content, JsonObject, Prompt, Record, said
 
 _ANSWERS = {"completion": "learned", "chosen": "better", "rejected": "worse"}
 _WIDTH = 68
@@ -24,10 +24,10 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 def rows_read(
     rows: PromptSet | ExampleSet,
     model: ModelPlan,
-    template_arguments: Mapping[str, Any] | None,
+    template_arguments: Record | None,
     *,
     num_rows: int,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Describe the reading, with the first rows written by the model's template where it is on this machine.
 
     DataError where the template refuses a row; of the rows with the same order of roles, one is tried.
@@ -55,14 +55,14 @@ def rows_read(
 
 
 def _parts_read(
-    rows: PromptSet, model: ModelPlan, arguments: Mapping[str, Any] | None, *, num_rows: int
-) -> dict[str, Any]:
+    rows: PromptSet, model: ModelPlan, arguments: Record | None, *, num_rows: int
+) -> JsonObject:
     """Describe the reading of several datasets as one."""
     readings = {
         name: rows_read(part, model, arguments, num_rows=num_rows)
         for name, part in rows.parts.items()
     }
-    merged: dict[str, Any] = {
+    merged: JsonObject = {
         "in_words": "; ".join(f"{name}: {part['in_words']}" for name, part in readings.items()),
         "mean_tokens": max(part["mean_tokens"] for part in readings.values()),
     }
@@ -71,7 +71,7 @@ def _parts_read(
     return merged
 
 
-def reading_rows(reading: Mapping[str, Any]) -> list[tuple[str, str]]:
+def reading_rows(reading: Record) -> list[tuple[str, str]]:
     """Put `rows_read` into words, in lines of at most 80 columns."""
     unused = f"; not used: {', '.join(reading['unused'])}" if reading["unused"] else ""
     lines = [("read", reading["in_words"] + unused)]
@@ -93,7 +93,7 @@ def _lines_of(text: str) -> list[str]:
     return lines
 
 
-def reading_warnings(reading: Mapping[str, Any], *, has_tools: bool) -> list[str]:
+def reading_warnings(reading: Record, *, has_tools: bool) -> list[str]:
     """Name what the rows say and the model does not get, a line each."""
     lines = [
         f"the column {name} is not used, which other trainers read; rename it to what it is, or remove it"
@@ -110,7 +110,7 @@ def reading_warnings(reading: Mapping[str, Any], *, has_tools: bool) -> list[str
 
 def shown_dataset(
     config: RunConfig, *, num_rows: int
-) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+) -> tuple[JsonObject, list[tuple[str, str]]]:
     """Read the dataset of a run, as its dry run does, as JSON values and as rows of a table.
 
     A model that is not known here shows its rows without a chat template.
@@ -137,7 +137,7 @@ class _RowWriter:
         lost: What rows say, and the template leaves out.
     """
 
-    def __init__(self, model: ModelPlan, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, model: ModelPlan, arguments: Record) -> None:
         self.lost: set[str] = set()
         folder = model.ready_folder
         self._template = ChatTemplate.of(folder) if folder is not None else None
@@ -148,7 +148,7 @@ class _RowWriter:
     def has_template(self) -> bool:
         return self._template is not None
 
-    def row(self, row: Prompt | Mapping[str, Any], place: str) -> dict[str, str]:
+    def row(self, row: Prompt | Record, place: str) -> dict[str, str]:
         try:
             return self._prompt(row) if isinstance(row, Prompt) else self._example(row)
         except ValueError as problem:
@@ -161,7 +161,7 @@ class _RowWriter:
         options = {"tools": list(prompt.tools) or None, **prompt.template_arguments}
         return {"asked": self._written(prompt.content, options, opens_answer=True)}
 
-    def _example(self, example: Mapping[str, Any]) -> dict[str, str]:
+    def _example(self, example: Record) -> dict[str, str]:
         """Return the prompt, up to where all answers still agree with it, and what follows: what is learned from."""
         tools = example.get("tools")
         options = {
@@ -187,9 +187,7 @@ class _RowWriter:
             written["label"] = "good" if example["label"] else "bad"
         return written
 
-    def _written(
-        self, content: Content, options: Mapping[str, Any], *, opens_answer: bool = False
-    ) -> str:
+    def _written(self, content: Content, options: Record, *, opens_answer: bool = False) -> str:
         if isinstance(content, str):
             end = "" if opens_answer or self._template is None else self._template.eos_token
             return content if content.endswith(end) else content + end  # as TRL ends texts
@@ -200,9 +198,7 @@ class _RowWriter:
         self._note_lost(content, options.get("tools") or (), text)
         return text
 
-    def _note_lost(
-        self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], text: str
-    ) -> None:
+    def _note_lost(self, turns: Sequence[Record], tools: Sequence[Record], text: str) -> None:
         words = " ".join(text.split())
         for turn in turns:
             calls = [call.get("function", call) for call in turn.get("tool_calls") or ()]

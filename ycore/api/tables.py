@@ -2,12 +2,12 @@
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from shutil import get_terminal_size
-from typing import Any
 
 from ycore.run.text import as_duration, named_first, setting_in_words
+from ycore.types import Record
 
 Rows = list[tuple[str, str]]
 _COMMAND = re.compile("`[^`]*`")
@@ -17,7 +17,7 @@ _COMMAND = re.compile("`[^`]*`")
 class Planned:
     """A plan: text when it is shown or printed, and in `values` what `--json` prints."""
 
-    values: Mapping[str, Any]
+    values: Record
     lines: Sequence[str]
 
     def __repr__(self) -> str:
@@ -48,7 +48,7 @@ def folded(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
         yield from named_first(name, (line.replace("\0", " ") for line in lines))
 
 
-def figure_rows(summary: Mapping[str, Any]) -> list[list[str]]:
+def figure_rows(summary: Record) -> list[list[str]]:
     """Name and value of each plain figure of an evaluation's summary: `0.4167`, `60`, `1e-05`."""
     return [
         [name, f"{value:.4g}" if isinstance(value, float) else str(value)]
@@ -57,7 +57,7 @@ def figure_rows(summary: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
+def plan_rows(plan: Record, *, resume: bool = False) -> Rows:
     """Put a `checked_plan` into words."""
     from ycore.api.shown_rows import reading_rows  # with pydantic
 
@@ -101,7 +101,7 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> Rows:
     return list(folded(rows))
 
 
-def _length_rows(plan: Mapping[str, Any]) -> Rows:
+def _length_rows(plan: Record) -> Rows:
     """Show the main settings, epochs, tokens and seconds of a run that trains."""
     length = plan["length"]
     steps = plan["length"]["steps"]
@@ -127,7 +127,7 @@ def _length_rows(plan: Mapping[str, Any]) -> Rows:
     return [*rows, ("data", data), *_block("time", _time_lines(length))]
 
 
-def _time_lines(length: Mapping[str, Any]) -> list[str]:
+def _time_lines(length: Record) -> list[str]:
     if length["no_forecast"]:
         return [f"not forecast: {length['no_forecast']}"]
     time = length["time"]
@@ -139,7 +139,7 @@ def _time_lines(length: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _files_in_words(plan: Mapping[str, Any]) -> str:
+def _files_in_words(plan: Record) -> str:
     """Name the files that the run writes, and what leaves the machine."""
     config = plan["config"]
     trl = plan["trl"]
@@ -159,7 +159,7 @@ def _files_in_words(plan: Mapping[str, Any]) -> str:
     return files + (f"; sent to {', '.join(leaving)}" if leaving else "")
 
 
-def _dataset_in_words(dataset: Mapping[str, Any]) -> str:
+def _dataset_in_words(dataset: Record) -> str:
     columns = f"columns {', '.join(dataset['columns']) or 'none'}"
     if "held_out" not in dataset:
         rows = f"{dataset['rows']} row{'' if dataset['rows'] == 1 else 's'}"
@@ -171,7 +171,7 @@ def _dataset_in_words(dataset: Mapping[str, Any]) -> str:
     return f"{rows}, {'chats' if dataset['chat'] else 'text'}, {columns}{left_out}"
 
 
-def _reward_rows(plan: Mapping[str, Any]) -> Rows:
+def _reward_rows(plan: Record) -> Rows:
     config = plan["config"]
     rewards = ", ".join(
         f"{item['reward']} ({'constraint' if item['constraint'] else 'weight {:g}'.format(item['weight'])})"
@@ -196,7 +196,7 @@ def _block(name: str, lines: list[str]) -> Rows:
     ]
 
 
-def _engine_rows(plan: Mapping[str, Any]) -> Rows:
+def _engine_rows(plan: Record) -> Rows:
     config = plan["config"]
     tokens = f"completions of at most {config['max_tokens']} tokens"
     rows = [("engine", f"{plan['engine']}, {tokens}")]
@@ -217,7 +217,7 @@ def _engine_rows(plan: Mapping[str, Any]) -> Rows:
     return rows
 
 
-def _run_in_words(plan: Mapping[str, Any]) -> str:
+def _run_in_words(plan: Record) -> str:
     config = plan["config"]
     batch = plan["batch"]
     if config["algorithm"] == "eval":

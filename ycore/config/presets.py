@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ycore.advantages import ADVANTAGES
 from ycore.errors import ConfigError, nearest
 from ycore.run.claim import flat
 from ycore.run.text import setting_in_words
+from ycore.types import JsonObject, Record
 
 if TYPE_CHECKING:
     Advantage = str
@@ -32,8 +33,8 @@ class Preset:
     name: str
     title: str
     source: str
-    trl: Mapping[str, Any]  # fields of TRL's config
-    run: Mapping[str, Any] = field(
+    trl: Record  # fields of TRL's config
+    run: Record = field(
         default_factory=dict
     )  # keys of RunConfig: `advantage`, `sampling`, `loss_from`
     notes: Sequence[str] = ()  # differences from the paper, a line each
@@ -60,14 +61,12 @@ def find_preset(name: str) -> Preset:
     return known[name]
 
 
-def preset_layer(preset: Preset) -> dict[str, Any]:
+def preset_layer(preset: Preset) -> JsonObject:
     """The preset as the lowest layer of a config, under recipe, `--set` and options."""
     return {"trl": dict(preset.trl), **preset.run}
 
 
-def preset_lines(
-    preset: Preset, *, trl: Mapping[str, Any], run: Mapping[str, Any]
-) -> list[str]:
+def preset_lines(preset: Preset, *, trl: Record, run: Record) -> list[str]:
     """List what the preset sets, and what the user changed of it, for a plan with these TRL and run settings."""
     lines = [f"{preset.title} ({preset.source})"]
     for settings, resolved in ((preset.trl, trl), (flat(preset.run), flat(run))):

@@ -16,6 +16,7 @@ from ycore.config.algorithms import ALGORITHMS, FAMILIES
 from ycore.config.schema import Positive, Strict, is_one_file
 from ycore.errors import ConfigError, UserError, must_be, nearest
 from ycore.run.files import check_plain, read_regular
+from ycore.types import JsonObject, Record
 
 SUFFIXES = (".yaml", ".yml")
 PIPELINE = "pipeline"
@@ -53,7 +54,7 @@ def read_yaml_file(
 
 def parse_yaml(
     text: str, *, what: str, example: str, error: type[UserError] = ConfigError
-) -> dict[str, Any]:
+) -> JsonObject:
     """The keys of a YAML text; an `error` where it is no mapping of keys.
 
     Args:
@@ -107,7 +108,7 @@ def list_recipes() -> list[RecipeEntry]:
     ]
 
 
-def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, Any]:
+def load_recipe(name_or_file: str, *, command: str | None = None) -> JsonObject:
     """The keys of a shipped recipe or a YAML file, less those for readers; ConfigError if it is not for `command`."""
     shipped = dict(_shipped())
     if name_or_file in shipped:
@@ -213,14 +214,14 @@ def _check_sweep(name: str, sweep: Sweep) -> None:
         ) from None
 
 
-def benchmarks() -> dict[str, Any]:
+def benchmarks() -> JsonObject:
     """Every benchmark by name."""
     text = Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8")
-    rows: dict[str, Any] = yaml.safe_load(text)
+    rows: JsonObject = yaml.safe_load(text)
     return rows
 
 
-def load_benchmark(name: str, *, dataset: object = None) -> dict[str, Any]:
+def load_benchmark(name: str, *, dataset: object = None) -> JsonObject:
     """`title`, `source`, and under `run` the keys of its evaluation; `file` where it is fetched. ConfigError.
 
     A `dataset` that is a file takes the place of the benchmark's rows, and has no splits.
@@ -232,14 +233,14 @@ def load_benchmark(name: str, *, dataset: object = None) -> dict[str, Any]:
         raise ConfigError(
             f"a benchmark is one of {', '.join(rows)}; it is {name!r}{nearest(name, rows)}; {way_out}"
         )
-    row: dict[str, Any] = rows[key]
+    row: JsonObject = rows[key]
     row["run"]["dataset"] = row["run"]["dataset"].replace(key, name)
     if isinstance(dataset, str) and is_one_file(dataset):
         row["run"].pop("split", None)
     return row
 
 
-def _command(recipe: Mapping[str, Any]) -> str | None:
+def _command(recipe: Record) -> str | None:
     """The command that a recipe names by its `algorithm`, or shows by having stages, rewards or an environment."""
     if "stages" in recipe:
         return PIPELINE
@@ -279,5 +280,5 @@ def _is_file(name: str) -> bool:
     return name.endswith(SUFFIXES) or "/" in name or Path(name).is_file()
 
 
-def _parsed(text: str, name: str) -> dict[str, Any]:
+def _parsed(text: str, name: str) -> JsonObject:
     return parse_yaml(text, what=f"the recipe {name}", example="model")

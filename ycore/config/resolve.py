@@ -28,13 +28,14 @@ from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
 from ycore.run.files import RunFolder, check_plain
 from ycore.run.secrets import load_config
+from ycore.types import JsonObject, Record
 
 
 def resolve(
     *,
-    recipe: Mapping[str, Any] | None = None,
+    recipe: Record | None = None,
     sets: Sequence[str] = (),
-    options: Mapping[str, Any] | None = None,
+    options: Record | None = None,
     run_name: str | None = None,
 ) -> AnyConfig:
     """Resolve the config of a run that TRL trains or that is measured; the arguments are those of `resolve_any`."""
@@ -46,9 +47,9 @@ def resolve(
 
 def resolve_any(
     *,
-    recipe: Mapping[str, Any] | None = None,
+    recipe: Record | None = None,
     sets: Sequence[str] = (),
-    options: Mapping[str, Any] | None = None,
+    options: Record | None = None,
     run_name: str | None = None,
 ) -> BaseConfig:
     """Merge the layers and validate them with the config class of their `algorithm`, GRPO's without one.
@@ -73,7 +74,7 @@ def resolve_any(
         if preset is not None:
             layers.insert(0, _preset_layer(str(preset), entry))
         layers.insert(0, entry.settings)
-    merged: dict[str, Any] = {"algorithm": entry.name}
+    merged: JsonObject = {"algorithm": entry.name}
     for layer in layers:
         merged = merge(merged, _normalised(layer, entry))
     merged = {
@@ -90,7 +91,7 @@ def resolve_any(
     return _validated(merged, entry)
 
 
-def _preset_layer(name: str, entry: AlgorithmEntry) -> dict[str, Any]:
+def _preset_layer(name: str, entry: AlgorithmEntry) -> JsonObject:
     layer = preset_layer(find_preset(name))
     for key in layer:
         if key not in entry.config.model_fields:
@@ -106,7 +107,7 @@ def _is_of_others(key: str, entry: AlgorithmEntry) -> bool:
     return key not in entry.config.model_fields and bool(commands_with(key))
 
 
-def _fill_in_rollout_keys(merged: dict[str, Any]) -> None:
+def _fill_in_rollout_keys(merged: JsonObject) -> None:
     """Replace the keys that are short for rewards, and add the rewards and the dataset that others imply."""
     _add_teacher(merged)
     _add_constraints(merged)
@@ -131,11 +132,11 @@ def require_rollouts(config: BaseConfig) -> RunConfig:
     return config
 
 
-def _topmost(key: str, layers: Sequence[Mapping[str, Any]]) -> Any:
+def _topmost(key: str, layers: Sequence[Record]) -> Any:
     return next((layer[key] for layer in reversed(layers) if layer.get(key) is not None), None)
 
 
-def _add_teacher(merged: dict[str, Any]) -> None:
+def _add_teacher(merged: JsonObject) -> None:
     """Put the reward `teacher:MODEL` first, for which `teacher` is short; it replaces another teacher."""
     model = merged.pop("teacher", None)
     rewards = merged.get("rewards") or []
@@ -150,12 +151,12 @@ def _name_of(reward: Any) -> str:
     return str(reward.get("reward")) if isinstance(reward, Mapping) else ""
 
 
-def _add_constraints(merged: dict[str, Any]) -> None:
+def _add_constraints(merged: JsonObject) -> None:
     """Mark the rewards that `constraint` names, `NAME` or `NAME:LIMIT`, as constraints; add those that are not there."""
     rewards = merged.get("rewards") or []
     for text in merged.pop("constraint", None) or []:
         name, _, limit = str(text).rpartition(":")
-        marks: dict[str, Any] = {"constraint": True}
+        marks: JsonObject = {"constraint": True}
         try:
             marks["limit"] = float(limit)
         except ValueError:
@@ -173,7 +174,7 @@ def _add_constraints(merged: dict[str, Any]) -> None:
         merged["rewards"] = rewards
 
 
-def _add_preset_rewards(merged: dict[str, Any]) -> None:
+def _add_preset_rewards(merged: JsonObject) -> None:
     """Add the reward of a preset, unless the run has one of that name; a weight of 0 switches it off."""
     rewards = merged.get("rewards")
     max_tokens = merged.get("max_tokens", RunConfig.model_fields["max_tokens"].default)
@@ -187,7 +188,7 @@ def _add_preset_rewards(merged: dict[str, Any]) -> None:
             merged["rewards"] = [*rewards, {"reward": "overlong", "args": arguments}]
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Record, over: Record) -> JsonObject:
     """`over` on `base`: mappings are merged key by key, everything else is replaced."""
     merged = dict(base)
     for key, value in over.items():
@@ -198,9 +199,9 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def parse_sets(sets: Sequence[str]) -> tuple[dict[str, Any], list[tuple[list[str], Any]]]:
+def parse_sets(sets: Sequence[str]) -> tuple[JsonObject, list[tuple[list[str], Any]]]:
     """Plain paths as one layer, and paths into a list (`rewards.0.weight`), which come last: they change an element."""
-    plain: dict[str, Any] = {}
+    plain: JsonObject = {}
     indexed = []
     for item in sets:
         path, value = parse_set(item)
@@ -251,7 +252,7 @@ def _no_element(path: Sequence[str], part: str, place: Any) -> ConfigError:
     )
 
 
-def _normalised(layer: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, Any]:
+def _normalised(layer: Record, entry: AlgorithmEntry) -> JsonObject:
     """Put TRL's fields under `trl`, and its names of ycore's keys in those; ConfigError where two of one key differ."""
     layer = dict(layer)
     for key in ("rewards", "eval_rewards"):
@@ -292,7 +293,7 @@ def _normalised(layer: Mapping[str, Any], entry: AlgorithmEntry) -> dict[str, An
     return {**layer, "trl": fields} if fields else layer
 
 
-def _parts_of(items: Sequence[Any]) -> list[dict[str, Any]]:
+def _parts_of(items: Sequence[Any]) -> list[JsonObject]:
     """Read datasets, each a mapping or `NAME:SHARE`; ConfigError where only some have a share."""
     parts = []
     for item in items:
@@ -314,7 +315,7 @@ def _as_reward(item: Any) -> Any:
     return dict(item) if isinstance(item, Mapping) else item
 
 
-def _validated(merged: dict[str, Any], entry: AlgorithmEntry) -> BaseConfig:
+def _validated(merged: JsonObject, entry: AlgorithmEntry) -> BaseConfig:
     try:
         config = entry.config.model_validate(merged)
     except ValidationError as problem:
@@ -333,7 +334,7 @@ def _validated(merged: dict[str, Any], entry: AlgorithmEntry) -> BaseConfig:
     return config
 
 
-def default_output(merged: Mapping[str, Any], run_name: str | None) -> dict[str, str]:
+def default_output(merged: Record, run_name: str | None) -> dict[str, str]:
     if run_name is None and "model" in merged and "dataset" in merged:
         run_name = f"{_short(str(merged['dataset'] or merged.get('env', '')))}-{_short(str(merged['model']))}"
     if run_name is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import DataError, nearest
-from ycore.types import IMAGE_MARK, Content, Message
+from ycore.types import IMAGE_MARK, Content, JsonObject, Message, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Table:
     """
 
     name: str
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Record]
     columns: tuple[str, ...]
     lines: Sequence[int] | None = None
     folder: Path | None = None
@@ -61,7 +61,7 @@ class Table:
 class TableRow:
     """One row, and its place as error messages name it."""
 
-    values: Mapping[str, Any]
+    values: Record
     table: Table
     number: int
 
@@ -223,12 +223,12 @@ def _turn(turn: Any, label: str, row: TableRow, aliases: dict[str, str]) -> Mess
     return {"role": role, "content": content, **rest}
 
 
-def _not_a_turn(turn: Mapping[str, Any], label: str, row: TableRow) -> str:
+def _not_a_turn(turn: Record, label: str, row: TableRow) -> str:
     kinds = ", ".join(f"{key}: {type(item).__name__}" for key, item in turn.items())
     return f"{label} has {kinds or 'nothing'} in {row.place}; a turn has role and content, both text"
 
 
-def _refuse_weights(rest: dict[str, Any], role: str, label: str, row: TableRow) -> None:
+def _refuse_weights(rest: JsonObject, role: str, label: str, row: TableRow) -> None:
     """DataError for a key that takes an answer out of the loss, which no trainer here reads; one of 1 says nothing."""
     for key in _WEIGHT_KEYS & rest.keys():
         weight = rest.pop(key)
@@ -239,7 +239,7 @@ def _refuse_weights(rest: dict[str, Any], role: str, label: str, row: TableRow) 
             )
 
 
-def _calls(content: Any, label: str, row: TableRow) -> list[dict[str, Any]]:
+def _calls(content: Any, label: str, row: TableRow) -> list[JsonObject]:
     """Return calls that are JSON in a text: OpenAI's, or of ShareGPT's role function_call, with name and arguments."""
     try:
         value = parse_literal(content)

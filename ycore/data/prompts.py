@@ -14,7 +14,7 @@ from ycore.data.rows import FORMS, RoleOrders, RowNeeds, RowReader, renamed
 from ycore.data.source import read_table
 from ycore.errors import DataError
 from ycore.run.images import ImageStore
-from ycore.types import NO_PROMPT, Content, Image, Message, Prompt
+from ycore.types import NO_PROMPT, Content, Image, Message, Prompt, Record
 
 if TYPE_CHECKING:
     from numpy import int64
@@ -44,7 +44,7 @@ class PromptSet:
     digest: Callable[[], str]
     is_chat: bool
     shows: int | None = None
-    reading: Mapping[str, Any] = field(default_factory=dict)
+    reading: Record = field(default_factory=dict)
     samples: Mapping[str, int] = field(default_factory=dict)
     parts: Mapping[str, "PromptSet"] = field(default_factory=dict)
 

@@ -24,7 +24,7 @@ from ycore.data.cells import (
     to_messages,
 )
 from ycore.errors import DataError
-from ycore.types import IMAGE_MARK, Content, Message
+from ycore.types import IMAGE_MARK, Content, JsonObject, Message, Record
 
 ANSWERS = (
     "completion",
@@ -148,7 +148,7 @@ class Row:
     question: Content | None
     answers: dict[str, Content]
     tools: Sequence[Any] = ()
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    template_arguments: Record = field(default_factory=dict)
 
 
 class RowReader:
@@ -499,7 +499,7 @@ class RowReader:
             )
         return value
 
-    def template_arguments(self, row: TableRow) -> dict[str, Any]:
+    def template_arguments(self, row: TableRow) -> JsonObject:
         """Return the row's own arguments of the chat template."""
         value = self._template_cell(row, "chat_template_kwargs")
         if value is None:
@@ -566,7 +566,7 @@ class RowReader:
         """The column that the policy is asked with; None where there is none."""
         return self._question_name or ("chosen" if self.has_pairs else None)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         """Describe the reading as JSON values; only after all rows were read are its notes whole."""
         used = self.used
         unused = [name for name in self.table.columns if name not in used]

@@ -12,7 +12,7 @@ import os
 import zlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ycore.data.cells import Table
 from ycore.data.generated import gym_table, task_table
 from ycore.errors import DataError, nearest
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, first_line
+from ycore.types import JsonObject, Record
 
 _NO_HUB_NEEDED = "give a local file (.jsonl, .csv, .parquet), `task:addition` or another task, which need no hub"
 
@@ -273,7 +274,7 @@ def _decoded(place: str, data: bytes) -> str:
         ) from None
 
 
-class JsonLines(Sequence[Mapping[str, Any]]):
+class JsonLines(Sequence[Record]):
     """The rows of a JSONL file, parsed when they are read: a process keeps the offsets of the lines, not the rows.
 
     Of a file too large for memory it keeps a hash of each line, and raises DataError where a line has changed.
@@ -291,7 +292,7 @@ class JsonLines(Sequence[Mapping[str, Any]]):
         self._starts = array("Q")
         self._lengths = array("Q")
         self._hashes = array("q")
-        last_values: dict[str, Any] = {}
+        last_values: JsonObject = {}
         start = 0
         for number, line in enumerate(source, start=1):
             row = _quickly_parsed(line)
@@ -308,7 +309,7 @@ class JsonLines(Sequence[Mapping[str, Any]]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[Record]:
         stop = 0
         while (index := stop) < len(self):
             start = self._starts[index]
@@ -322,7 +323,7 @@ class JsonLines(Sequence[Mapping[str, Any]]):
         line = self._read(self._starts[index], self._lengths[index])
         return self._checked(line, index)
 
-    def _checked(self, line: bytes, index: int) -> dict[str, Any]:
+    def _checked(self, line: bytes, index: int) -> JsonObject:
         if self._memory is None and hash(line) != self._hashes[index]:
             raise DataError(
                 f"{self.path}, line {self.lines[index]}: the file was changed while it was in use; bring back what it was, "
@@ -335,12 +336,12 @@ class JsonLines(Sequence[Mapping[str, Any]]):
             return bytes(self._memory[start : start + length])
         return os.pread(self._source.fileno(), length, start)
 
-    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
+    def _parsed(self, line: bytes, number: int) -> JsonObject:
         place = f"{self.path}, line {number}"
         return _json_object(place, _parse_json(place, _decoded(place, line)))
 
 
-def _quickly_parsed(line: bytes) -> dict[str, Any] | None:
+def _quickly_parsed(line: bytes) -> JsonObject | None:
     """Parse an object; None for half of a character, which `json` reads, and for errors, which it words better."""
     try:
         row = from_json(line, cache_strings="keys")
@@ -360,7 +361,7 @@ def _parse_json(place: str, text: str) -> Any:
         raise DataError(f"{place}: malformed JSON: {problem}; correct it") from None
 
 
-def _json_object(place: str, entry: Any) -> dict[str, Any]:
+def _json_object(place: str, entry: Any) -> JsonObject:
     if not isinstance(entry, dict):
         raise DataError(
             f'{place}: a row is a JSON object such as {{"prompt": "..."}}, not {type(entry).__name__}'
@@ -405,7 +406,7 @@ def _csv_records(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, l
         raise DataError(f"{path}, line {line}: malformed CSV: {problem}; correct it") from None
 
 
-class _ParquetRows(Sequence[Mapping[str, Any]]):
+class _ParquetRows(Sequence[Record]):
     def __init__(self, table: Any) -> None:
         self._table = table
 

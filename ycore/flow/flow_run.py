@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -50,6 +49,7 @@ from ycore.run.files import (
 from ycore.run.images import ImageStore
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
 from ycore.run.secrets import load_config
+from ycore.types import JsonObject, Record
 
 _NUM_CHECKPOINTS = 2
 _SHEET_CLASSES = 12
@@ -92,7 +92,7 @@ class FlowRun:
             self._judge = picture_scoring(config, config.eval_rewards, self.home)
         self._conditions = conditions(dataset.prompts, config.condition_column)
         self._metrics = MetricsWriter(self.home.metrics)
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[JsonObject] = []
         self._step = 0
         self._state = self.controller.state()
         self._checkpoints = CheckpointWriter(
@@ -132,7 +132,7 @@ class FlowRun:
     def _take_step(self) -> None:
         began = time.perf_counter()
         step = self._step
-        row = dict[str, Any]()
+        row = JsonObject()
         self.home.step_began.touch()
         self.controller.record = row.__setitem__
         self._engine.weights = self.learner.drawing
@@ -163,7 +163,7 @@ class FlowRun:
     def _is_due(self) -> bool:
         return is_due(self._step, self.config.eval_every, self.config.steps)
 
-    def _measured(self) -> dict[str, Any]:
+    def _measured(self) -> JsonObject:
         """Return the figures of the policy."""
         began = time.perf_counter()
         step = self._step
@@ -187,7 +187,7 @@ class FlowRun:
         figures["ycore/time/eval"] = time.perf_counter() - began
         return figures
 
-    def _write(self, row: Mapping[str, Any]) -> None:
+    def _write(self, row: Record) -> None:
         self._metrics.write(row)
         self._rows.append(dict(row))
 

@@ -20,12 +20,12 @@ from ycore.judge.declaration import (
     RankingVerdict,
     ScoreVerdict,
 )
-from ycore.types import IMAGE_MARK, Content, Prompt, said
+from ycore.types import IMAGE_MARK, Content, JsonObject, Prompt, Record, said
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Question = list[dict[str, Any]]  # chat turns, as every chat API takes them
+Question = list[JsonObject]  # chat turns, as every chat API takes them
 _MARK = "text-"
 
 # Characters that a person, or a model, may take for < and >.
@@ -194,7 +194,7 @@ def as_text(content: Content | Any) -> str:
     return "" if content is None else str(content)
 
 
-def _said_in(turn: Mapping[str, Any]) -> str:
+def _said_in(turn: Record) -> str:
     return said(turn) if turn.get("tool_calls") else str(turn["content"])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
 
@@ -24,6 +24,7 @@ from ycore.config.schema import (
 from ycore.errors import ConfigError, RewardError, nearest
 from ycore.judge.declaration import POLICY_BASE, Judge, ScoringModel, Served
 from ycore.run.files import RunFolder
+from ycore.types import JsonObject, Record
 
 JUDGE_PREFIX = "judge:"
 REWARD_MODEL_PREFIX = "rm:"
@@ -91,7 +92,7 @@ class Teacher(Served):
     # Only for rows with these values in these columns, e.g. `{subject: algebra}`; so each row may have its own teacher.
     where: Mapping[str, str] = Field(default_factory=dict)
 
-    def teaches(self, columns: Mapping[str, Any]) -> bool:
+    def teaches(self, columns: Record) -> bool:
         return all(str(columns.get(name)) == value for name, value in self.where.items())
 
 
@@ -185,14 +186,14 @@ def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:
         )
 
 
-def _validated(model: type[_Declared], data: Mapping[str, Any], *, what: str) -> _Declared:
+def _validated(model: type[_Declared], data: Record, *, what: str) -> _Declared:
     try:
         return model.model_validate(data)
     except ValidationError as problem:
         raise RewardError(str(declared_error(problem, data, what=what, model=model))) from None
 
 
-def _load_yaml(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+def _load_yaml(name: str, args: Record) -> JsonObject:
     """The keys of a judge's file, or of a judge that comes with ycore; none where `args` declare it all."""
     shipped = {
         entry.name.removesuffix(".yaml"): entry

@@ -6,13 +6,14 @@ transformers rotates its halves, so the rows of the query and key weights change
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ycore.errors import ModelError
 from ycore.models.convert import PROBE, SPLITTING, set_splitting
 from ycore.run.work import Work, working
+from ycore.types import JsonObject, Record
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """transformers' `model_type` -> GGUF's `general.architecture`."""
@@ -24,9 +25,9 @@ _USER_DEFINED = 4
 _UNUSED = 5
 
 
-def check_exportable(folder: Path) -> dict[str, Any]:
+def check_exportable(folder: Path) -> JsonObject:
     """Return the folder's config; ModelError where its model cannot be written as GGUF."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config: JsonObject = json.loads((folder / "config.json").read_text())
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -77,7 +78,7 @@ def write_gguf(folder: Path, file: Path, *, name: str) -> None:
     partial.replace(file)
 
 
-def _add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
+def _add_sizes(writer: Any, config: Record) -> None:
     heads = config["num_attention_heads"]
     width = config["hidden_size"]
     head_size = config.get("head_dim") or width // heads
@@ -98,7 +99,7 @@ def _add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
-def _tensors(folder: Path, config: Mapping[str, Any], work: Work) -> Iterator[tuple[str, Any]]:
+def _tensors(folder: Path, config: Record, work: Work) -> Iterator[tuple[str, Any]]:
     """Yield every weight with transformers' name as a float32 array, its rows in llama.cpp's order."""
     import torch
     from safetensors import safe_open

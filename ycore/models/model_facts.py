@@ -12,8 +12,9 @@ from typing import Any
 from ycore.errors import ModelError, nearest
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cached_snapshot
 from ycore.models.names import BUILTIN, read_settings
+from ycore.types import JsonObject, Record
 
-KNOWN_CONFIGS: Mapping[str, dict[str, Any]] = json.loads(
+KNOWN_CONFIGS: Mapping[str, JsonObject] = json.loads(
     Path(__file__).with_name("models.json").read_text()
 )
 """By hub id."""
@@ -141,7 +142,7 @@ class ModelFacts:
         return self.num_hidden_layers * rank * (attention + mlp)
 
 
-def facts_of(config: Mapping[str, Any], *, name: str) -> ModelFacts:
+def facts_of(config: Record, *, name: str) -> ModelFacts:
     """Read the sizes in a config.json, of a multimodal model in its `text_config`; ModelError where one is missing."""
     try:
         return _read_facts(config, name)
@@ -153,9 +154,9 @@ def facts_of(config: Mapping[str, Any], *, name: str) -> ModelFacts:
         ) from None
 
 
-def _read_facts(config: Mapping[str, Any], name: str) -> ModelFacts:
+def _read_facts(config: Record, name: str) -> ModelFacts:
     nested = config.get("text_config")
-    text: Mapping[str, Any] = {**config, **nested} if isinstance(nested, Mapping) else config
+    text: Record = {**config, **nested} if isinstance(nested, Mapping) else config
     sizes = [int(text[key]) for key in _SIZES]
     if min(sizes) < 1:
         raise ValueError(f"{', '.join(_SIZES)}: {sizes}")
@@ -228,7 +229,7 @@ def hub_id_of(name: str) -> str:
     return _KNOWN_IDS.get(name.lower(), name)
 
 
-def known_config(name: str) -> dict[str, Any] | None:
+def known_config(name: str) -> JsonObject | None:
     """Return the config in models.json of a hub id, its base model's id, or its last part; None where there is none."""
     wanted = BUILTIN[name].hub_id if name in BUILTIN else name
     known_id = _KNOWN_IDS.get(wanted.lower())
@@ -240,7 +241,7 @@ def model_facts(name: str) -> ModelFacts:
     return facts_of(model_config(name), name=name)
 
 
-def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
+def model_config(name: str, *, ask: bool = True) -> JsonObject:
     """Return a model's config.json, from the hub only where it may be asked."""
     path = Path(name).expanduser()
     if path.suffix == ".json" and path.is_file():
@@ -259,7 +260,7 @@ def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
     return _from_hub(name, ask=ask)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     if not path.is_file():
         raise ModelError(
             f"a plan reads a model's config.json, and {path} does not exist; give a folder that has one"
@@ -267,7 +268,7 @@ def _read(path: Path) -> dict[str, Any]:
     return read_settings(path)
 
 
-def _from_hub(name: str, *, ask: bool) -> dict[str, Any]:
+def _from_hub(name: str, *, ask: bool) -> JsonObject:
     answer = ask_hub(lambda api: _download(api, name)) if ask and name.count("/") == 1 else None
     if answer and answer.state == "here":
         return _read(Path(str(answer.info)))

@@ -21,6 +21,7 @@ from ycore.errors import ModelError, nearest
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cache_dir, cached_snapshot
 from ycore.run.files import MAX_SETTINGS_BYTES, check_regular, parse_json, read_regular
+from ycore.types import JsonObject, Record
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -33,7 +34,7 @@ _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
-def inspect_folder(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
+def inspect_folder(folder: Path, *, trust_remote_code: bool) -> JsonObject:
     """Return the folder's config.json after all checks; ModelError with the first thing missing or damaged."""
     if not (folder / "config.json").is_file():
         raise ModelError(
@@ -51,7 +52,7 @@ def inspect_folder(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
     return config
 
 
-def refuse_remote_code(name: str, settings: dict[str, Any], trusted: bool) -> None:
+def refuse_remote_code(name: str, settings: JsonObject, trusted: bool) -> None:
     """Raise ModelError where a model's settings name Python code to run, and the user does not trust the model."""
     if "auto_map" in settings and not trusted:
         raise ModelError(
@@ -60,7 +61,7 @@ def refuse_remote_code(name: str, settings: dict[str, Any], trusted: bool) -> No
         )
 
 
-def context_length(config: dict[str, Any]) -> int | None:
+def context_length(config: JsonObject) -> int | None:
     """Return the most tokens, prompt and completion together, that the model was made for; None if unknown."""
     nested = config.get("text_config")
     for settings in (config, nested if isinstance(nested, dict) else {}):
@@ -70,7 +71,7 @@ def context_length(config: dict[str, Any]) -> int | None:
     return None
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> JsonObject:
     """Return the JSON object in `path`; {} where there is no file."""
     if not path.exists():
         return {}
@@ -173,7 +174,7 @@ class ChatTemplate:
 
     def render(
         self,
-        turns: Sequence[Mapping[str, Any]],
+        turns: Sequence[Record],
         *,
         add_generation_prompt: bool,
         **arguments: Any,
@@ -267,7 +268,7 @@ class ModelPlan:
     note: str
     context_length: int | None = None
     has_chat_template: bool | None = None
-    config: dict[str, Any] | None = None
+    config: JsonObject | None = None
     trust_remote_code: bool = False
 
     @property

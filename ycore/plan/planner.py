@@ -34,6 +34,7 @@ from ycore.plan.sharing import sharing_options
 from ycore.plan.timing import step_seconds
 from ycore.run.claim import flat
 from ycore.scoring.scoring import ServedModel
+from ycore.types import JsonObject
 
 MAX_ENGINES_ON_CPU = 2
 """Engines that a run starts by default (ycore/launch/engines.py)."""
@@ -79,7 +80,7 @@ class StepForecast:
     def step_s(self) -> float:
         return self.seconds["step"]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         phase, peak = self.peak
         return {
             "strategy": asdict(self.strategy) | {"in_words": self.strategy.in_words},
@@ -133,7 +134,7 @@ class Plan:
             self.config, with_layout(self.config, self.fitting[0], self.fleet)
         )
 
-    def as_json(self, *, top: int) -> dict[str, Any]:
+    def as_json(self, *, top: int) -> JsonObject:
         """Return JSON values, in bytes and seconds, with the first `top` strategies of each kind."""
         work = asdict(self.work)
         del work["policy"], work["judge"]
@@ -368,7 +369,7 @@ def with_layout(config: RunConfig, forecast: StepForecast, fleet: Fleet) -> RunC
     """
     strategy = forecast.strategy
     on_cpu = fleet.device.on_cpu
-    changes: dict[str, Any] = {
+    changes: JsonObject = {
         "processes": strategy.ranks // fleet.machines,
         "accelerate": None,
         "engine": _engine_settings(config, strategy, on_cpu),
@@ -394,7 +395,7 @@ def _engine_settings(config: RunConfig, strategy: Strategy, on_cpu: bool) -> Any
         raise ConfigError(
             f"engine.tensor_parallel is {engine.tensor_parallel}, and {_OTHER_WIDTH}"
         )
-    changes: dict[str, Any] = {}
+    changes: JsonObject = {}
     if strategy.apart:
         changes["devices"] = strategy.apart
     if engine.count != "auto":
@@ -434,6 +435,6 @@ def layout_options(config: RunConfig, planned: RunConfig) -> str:
     return shlex.join([*options, *sets])
 
 
-def _settings_by_name(config: RunConfig) -> dict[str, Any]:
+def _settings_by_name(config: RunConfig) -> JsonObject:
     settings = config.model_dump(mode="json")
     return flat({**settings, "rewards": dict(enumerate(settings["rewards"]))})

@@ -32,7 +32,7 @@ from ycore.rewards.answers import (
     without_thinking,
     words_of,
 )
-from ycore.types import THINKING, Content
+from ycore.types import THINKING, Content, JsonObject
 
 Contents = list[Content]
 Rewards = list[float | None]
@@ -147,7 +147,7 @@ def ifeval(
     prompts: Contents,
     completions: Contents,
     instruction_id_list: list[list[str]],
-    kwargs: list[list[dict[str, Any]]],
+    kwargs: list[list[JsonObject]],
     *,
     score: str = "strict",
     **_columns: Any,
@@ -243,7 +243,7 @@ def _parsed_gold(gold: str) -> tuple[Any, ...]:
     return tuple(parsed) if any(not isinstance(part, str) for part in parsed) else ()
 
 
-def _gym_score(text: str, task: str, entry: dict[str, Any]) -> float:
+def _gym_score(text: str, task: str, entry: JsonObject) -> float:
     if task in EVALUATED_LISTS and _PLAIN_LIST.fullmatch(text) is None:
         return 0.0
     if task in EVALUATED_FORMULAS and _PLAIN_FORMULA.fullmatch(text) is None:

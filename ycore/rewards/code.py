@@ -26,7 +26,7 @@ from ycore.errors import RewardError
 from ycore.rewards.answers import completion_text
 from ycore.rewards.builtin import CODE, settings_of
 from ycore.sandbox.program_pool import UnitTestResult
-from ycore.types import Content, Prompt, after_thinking
+from ycore.types import Content, JsonObject, Prompt, Record, after_thinking
 
 TEST_COLUMNS = ("tests", "test_list", "test", "input_output", "public_test_cases")
 _PRIVATE_COLUMN = "private_test_cases"  # LiveCodeBench's, beside the public ones
@@ -88,7 +88,7 @@ class UnitTests:
     def __len__(self) -> int:
         return len(self.tests) + len(self.calls)
 
-    def request(self, settings: CodeSettings) -> dict[str, Any]:
+    def request(self, settings: CodeSettings) -> JsonObject:
         """Return the tests as the sandbox reads them (`sandbox.unit_tests`)."""
         return {
             **asdict(self),
@@ -362,7 +362,7 @@ def _joined(lines: Any) -> Any:
     return lines
 
 
-def _arguments(test: Mapping[str, Any]) -> list[Any]:
+def _arguments(test: Record) -> list[Any]:
     if test.get("testtype") == "functional":  # LiveCodeBench: an argument a line
         return [_from_json(line) for line in str(test["input"]).splitlines()]
     arguments = _from_json(test["input"])
@@ -391,7 +391,7 @@ def _private_tests(value: Any) -> list[Any]:
     return tests
 
 
-def _zipped(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _zipped(tests: Record) -> list[JsonObject]:
     inputs = tests.get("inputs")
     outputs = tests.get("outputs")
     if (

@@ -13,7 +13,7 @@ import inspect
 import json
 import math
 import traceback
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from ycore.rewards.builtin import LIBRARIES, READ_ANSWERS, Reward
 from ycore.rewards.loading import IN_THINKING, Inputs, inputs_of, load_reward
 from ycore.run.images import ImageStore
 from ycore.sandbox.channel import Channel, exception_line
-from ycore.types import in_blocks
+from ycore.types import JsonObject, Record, in_blocks
 
 _LONGEST_LOGGED = 300  # characters
 
@@ -62,9 +62,9 @@ def _load(spec: RewardConfig) -> LoadedReward:
     )
 
 
-def call_reward(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, Any]:
+def call_reward(source: LoadedReward, request: Record) -> JsonObject:
     """Call one reward; whatever it does, short of ending the process, becomes an answer."""
-    logged: list[dict[str, Any]] = [{} for _ in range(request["count"])]
+    logged: list[JsonObject] = [{} for _ in range(request["count"])]
     try:
         result: object = source.function(**_arguments(source, request, logged))
         if inspect.isawaitable(result):
@@ -83,7 +83,7 @@ def call_reward(source: LoadedReward, request: Mapping[str, Any]) -> dict[str, A
         }
     values = [value for value, _ in scores]
     problems = [problem for _, problem in scores]
-    answer: dict[str, Any] = {"values": values, "problems": problems}
+    answer: JsonObject = {"values": values, "problems": problems}
     if any(logged):
         answer["logged"] = logged
     return answer
@@ -104,9 +104,7 @@ def reward_in(value: object) -> tuple[float | None, str | None]:
     return (None, None) if math.isnan(reward) else (reward, None)
 
 
-def _arguments(
-    source: LoadedReward, request: Mapping[str, Any], logged: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _arguments(source: LoadedReward, request: Record, logged: list[JsonObject]) -> JsonObject:
     """Return the keyword arguments of one call: those offered inputs that the function takes.
 
     TRL's `log_metric` and `log_extra` write into `logged`, which has a mapping for each completion.

@@ -7,10 +7,10 @@ also under `--dry-run`, are the same process.
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, FiniteFloat, TypeAdapter, ValidationError
 
@@ -26,7 +26,7 @@ from ycore.sandbox.confined_worker import (
     ConfinedWorker,
 )
 from ycore.sandbox.user_code import user_code_confinement
-from ycore.types import Score
+from ycore.types import JsonObject, Record, Score
 
 _CHECK_DEADLINE_S = 60.0
 """A file that imports trl, as TRL's examples do, takes long where a machine is busy."""
@@ -149,7 +149,7 @@ class RewardWorker(ConfinedWorker[list[Inputs]]):
         self._ranges = [spec.range for spec in specs]
 
     async def ask(
-        self, source: int, request: dict[str, Any], *, count: int, deadline_s: float
+        self, source: int, request: JsonObject, *, count: int, deadline_s: float
     ) -> list[Score]:
         """Return one call's scores; CallFailed where it raised, or hung or ended the process (which is then gone)."""
         return await self.exchange(
@@ -168,7 +168,7 @@ class RewardWorker(ConfinedWorker[list[Inputs]]):
 
 
 def scores_in(
-    reply: Mapping[str, Any],
+    reply: Record,
     *,
     count: int,
     allowed_range: tuple[float, float] | None = None,

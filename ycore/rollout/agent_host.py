@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from ycore.sandbox.channel import Channel
+from ycore.types import JsonObject
 
 MAX_BODY = 2**20  # bytes of a request
 MODEL = "policy"
 _MAX_PAID = 100  # characters
 _WAIT_S = 3600.0  # for an answer; the trainer's own deadlines are shorter
 
-Reply = tuple[int, dict[str, Any]]
+Reply = tuple[int, JsonObject]
 """A status, and a body."""
 
 
@@ -39,7 +40,7 @@ class ChatServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _ChatHandler)
         self.key = f"sk-{secrets.token_hex(16)}"
-        self.events: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.events: queue.Queue[JsonObject] = queue.Queue()
         self._waiting: dict[int, queue.Queue[Reply]] = {}
         self._lock = threading.Lock()
         self._num_calls = 0
@@ -48,7 +49,7 @@ class ChatServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
-    def ask(self, body: dict[str, Any]) -> Reply:
+    def ask(self, body: JsonObject) -> Reply:
         answer: queue.Queue[Reply] = queue.Queue()
         with self._lock:
             self._num_calls += 1
@@ -57,7 +58,7 @@ class ChatServer(ThreadingHTTPServer):
         self.events.put({"call": number, "body": body})
         return answer.get(timeout=_WAIT_S)
 
-    def answer(self, number: int, status: int, body: dict[str, Any]) -> None:
+    def answer(self, number: int, status: int, body: JsonObject) -> None:
         self._waiting.pop(number).put((status, body))
 
 
@@ -97,7 +98,7 @@ class _ChatHandler(BaseHTTPRequestHandler):
             return self._write(status, "text/event-stream", _stream_of(answer).encode())
         self._send(status, answer)
 
-    def _send(self, status: int, body: dict[str, Any]) -> None:
+    def _send(self, status: int, body: JsonObject) -> None:
         self._write(status, "application/json", json.dumps(body).encode())
 
     def _write(self, status: int, kind: str, data: bytes) -> None:
@@ -111,7 +112,7 @@ class _ChatHandler(BaseHTTPRequestHandler):
         pass
 
 
-def _stream_of(answer: dict[str, Any]) -> str:
+def _stream_of(answer: JsonObject) -> str:
     """Return the whole answer as a stream of one chunk."""
     choice = answer["choices"][0]
     delta = dict(choice["message"])
@@ -130,7 +131,7 @@ def _refusal(status: int, line: str) -> Reply:
     return status, {"error": {"message": line, "type": "invalid_request_error", "code": None}}
 
 
-def start_agent(first: dict[str, Any], server: ChatServer) -> None:
+def start_agent(first: JsonObject, server: ChatServer) -> None:
     """Start the agent; its end is an event."""
     reward_file = Path(tempfile.mkdtemp()) / "reward"
     variables = {

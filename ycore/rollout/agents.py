@@ -14,7 +14,7 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,7 +46,7 @@ from ycore.sandbox import MIB, Level
 from ycore.sandbox.confine import base_variables
 from ycore.sandbox.confined_worker import CallFailed, ConfinedWorker
 from ycore.sandbox.level import choose_level
-from ycore.types import Completion, Prompt, Score, Turn, number_from
+from ycore.types import Completion, JsonObject, Prompt, Record, Score, Turn, number_from
 
 _NOT_SERVED = ("stop", "logit_bias", "functions", "function_call", "logprobs", "audio")
 _MAX_EVENT_BYTES = 3 * MAX_BODY + 4096
@@ -57,7 +57,7 @@ class AgentCall(NamedTuple):
     """A call of the agent's client."""
 
     number: int
-    body: Mapping[str, Any]
+    body: Record
 
 
 class AgentExit(NamedTuple):
@@ -134,7 +134,7 @@ class RunningAgent(ConfinedWorker[None]):
     seconds = 0.0
     _has_begun = False
 
-    async def next(self, reply: Mapping[str, Any] | None = None) -> AgentCall | AgentExit:
+    async def next(self, reply: Record | None = None) -> AgentCall | AgentExit:
         """Return what the agent does next, after the `reply` to its last call.
 
         Raises:
@@ -206,7 +206,7 @@ def _require_ready(ready: object) -> None:
         raise CallFailed("no answer of an agent's process")
 
 
-def _read_event(reply: Mapping[str, Any]) -> AgentCall | AgentExit:
+def _read_event(reply: Record) -> AgentCall | AgentExit:
     match reply.get("value"):
         case {"call": int(number), "body": dict(body)}:
             return AgentCall(number, body)
@@ -226,12 +226,12 @@ class CallRejected(Exception):
 class ChatRequest(NamedTuple):
     """A call's messages, with text and calls alone, its tools as JSON, and its most tokens."""
 
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     tools: str
     max_tokens: int | None
 
 
-def read_request(body: Mapping[str, Any]) -> ChatRequest:
+def read_request(body: Record) -> ChatRequest:
     """Read the body of a chat completion; CallRejected where it is not served. The run decides how to sample."""
     for name in _NOT_SERVED:
         if body.get(name):
@@ -262,7 +262,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         ) from None
 
 
-def _message(source: Mapping[str, Any], tool_names: dict[str, str]) -> dict[str, Any]:
+def _message(source: Record, tool_names: dict[str, str]) -> JsonObject:
     """Return a message's role, text, calls and, of a tool, its name. `tool_names` are by the ids of the calls so far."""
     role = "system" if source["role"] == "developer" else source["role"]
     if role not in ("system", "user", "assistant", "tool"):
@@ -270,7 +270,7 @@ def _message(source: Mapping[str, Any], tool_names: dict[str, str]) -> dict[str,
     content = source.get("content") or ""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
-    message: dict[str, Any] = {"role": role, "content": str(content)}
+    message: JsonObject = {"role": role, "content": str(content)}
     calls = []
     for call in source.get("tool_calls") or ():
         function = call["function"]
@@ -360,8 +360,8 @@ class _Conversation:
     prompt_ids: tuple[int, ...]
     dialogue: Dialogue
     tools: str
-    prompt: Sequence[Mapping[str, Any]]
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    prompt: Sequence[Record]
+    messages: list[JsonObject] = field(default_factory=list)
 
     def is_continued_by(self, request: ChatRequest) -> bool:
         """Return whether the call has this conversation's messages and, after them, new ones that are not the policy's."""
@@ -388,9 +388,7 @@ class _ServedCompletion:
     num_turns: int = 0
     seconds: float = 0.0
 
-    async def answer(
-        self, body: Mapping[str, Any], seconds: float
-    ) -> tuple[int, dict[str, Any]]:
+    async def answer(self, body: Record, seconds: float) -> tuple[int, JsonObject]:
         """Return a call's status and answer, in OpenAI's form. `seconds`: what the agent took so far."""
         try:
             request = read_request(body)
@@ -484,7 +482,7 @@ class _ServedCompletion:
 
     async def _generate_turn(
         self, conversation: _Conversation, request: ChatRequest
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Have the policy write its next turn; return it as the answer to the call."""
         builder = conversation.builder
         num_before = len(builder.token_ids)
@@ -579,14 +577,12 @@ def _with_sequence(
     return whole.with_versions([*completion.versions, *versions])
 
 
-def answer_of(
-    message: Mapping[str, Any], calls: Sequence[Call], *, turn: int
-) -> dict[str, Any]:
+def answer_of(message: Record, calls: Sequence[Call], *, turn: int) -> JsonObject:
     """Return the policy's turn as an OpenAI client reads it.
 
     The arguments of a call with a problem are the problem's text, and no JSON.
     """
-    answer: dict[str, Any] = {"role": "assistant", "content": message.get("content") or ""}
+    answer: JsonObject = {"role": "assistant", "content": message.get("content") or ""}
     if isinstance(message.get("reasoning_content"), str):
         answer["reasoning_content"] = message["reasoning_content"]
     tool_calls = []

@@ -15,12 +15,12 @@ from ycore.errors import ConfigError
 from ycore.foreign import foreign_json, foreign_line, foreign_value, foreign_word
 from ycore.judge.question import break_special_tokens, special_tokens
 from ycore.rollout.tool_pool import Answer, ToolSet
-from ycore.types import Content, Message
+from ycore.types import Content, JsonObject, Message, Record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_DUMMY: Mapping[str, Any] = {"role": "user", "content": "dummy"}
+_DUMMY: Record = {"role": "user", "content": "dummy"}
 _MAX_LINE = 4000  # characters of a call in text
 _WAY_OUT = (
     'say --actions calls, and the policy calls them in its text, as name(1, word="x") on a line, and is answered as by '
@@ -32,7 +32,7 @@ class Call(NamedTuple):
     """A call that the policy wrote; `problem` says why it cannot be made."""
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: Record
     problem: str | None = None
 
 
@@ -51,7 +51,7 @@ class Dialogue:
         tool_set: ToolSet,
         *,
         actions: str,
-        template_arguments: Mapping[str, Any] | None = None,
+        template_arguments: Record | None = None,
         users_answer: bool = False,
     ) -> None:
         self.takes_text = tool_set.takes_text
@@ -120,7 +120,7 @@ class Dialogue:
             ) from None
 
     def prompt_ids(
-        self, content: Content, template_arguments: Mapping[str, Any] | None = None
+        self, content: Content, template_arguments: Record | None = None
     ) -> tuple[int, ...]:
         """Return a prompt's token ids, with what the policy must know of its tools.
 
@@ -145,7 +145,7 @@ class Dialogue:
 
     def parse_turn(
         self, token_ids: Sequence[int], text: str, *, prefix: Sequence[int]
-    ) -> tuple[dict[str, Any], list[Call]]:
+    ) -> tuple[JsonObject, list[Call]]:
         """Return a finished turn of the policy as a message in TRL's form, and the calls in it.
 
         A call in text that cannot be made stays text: it is none of the message's `tool_calls`.
@@ -156,7 +156,7 @@ class Dialogue:
         """
         if self._by_template:
             return self._parse_by_template(token_ids, text, prefix=prefix)
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        message: JsonObject = {"role": "assistant", "content": text}
         if self.takes_text:
             return message, []
         calls, message["content"] = calls_in(text, self._tools)
@@ -171,7 +171,7 @@ class Dialogue:
 
     def _parse_by_template(
         self, token_ids: Sequence[int], text: str, *, prefix: Sequence[int]
-    ) -> tuple[dict[str, Any], list[Call]]:
+    ) -> tuple[JsonObject, list[Call]]:
         from trl.chat_template_utils import parse_response
 
         tools: Any = self._tools
@@ -236,7 +236,7 @@ class Dialogue:
     def answer_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens from the end of the policy's turn to the beginning of its next one."""
         messages = self._template_messages(messages)
-        turn: dict[str, Any] = {"role": "assistant", "content": ""}
+        turn: JsonObject = {"role": "assistant", "content": ""}
         if messages[0]["role"] == "tool":
             function = {"name": messages[0]["name"], "arguments": {}}
             turn["tool_calls"] = [{"type": "function", "function": function}]
@@ -253,7 +253,7 @@ class Dialogue:
     def _render(
         self,
         messages: Sequence[Message],
-        template_arguments: Mapping[str, Any] | None = None,
+        template_arguments: Record | None = None,
         **options: Any,
     ) -> tuple[int, ...]:
         arguments = {**self._template_arguments, **(template_arguments or {}), **options}
@@ -274,7 +274,7 @@ class Dialogue:
         return tuple(ids)
 
 
-def _read_call(source: Mapping[str, Any]) -> Call:
+def _read_call(source: Record) -> Call:
     function = source["function"]
     name = foreign_word(function["name"], "a function's name")
     if isinstance(function["arguments"], Mapping):
@@ -334,7 +334,7 @@ def _parse_call(line: str, name: str, parameters: Sequence[str]) -> Call:
         )
 
 
-def _arguments_in(line: str, name: str, parameters: Sequence[str]) -> dict[str, Any]:
+def _arguments_in(line: str, name: str, parameters: Sequence[str]) -> JsonObject:
     if len(line) > _MAX_LINE:
         raise ValueError("the line is too long")
     call = ast.parse(line, mode="eval").body

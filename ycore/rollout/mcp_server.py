@@ -14,11 +14,11 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from ycore.errors import ConfigError
 from ycore.foreign import ForeignRefused, foreign_json, foreign_line, read_tool
+from ycore.types import JsonObject, Record
 
 MCP_PREFIX = "mcp:"
 START_S = 60.0  # limit for the server's first answers
@@ -76,14 +76,14 @@ class McpServer:
             f"unless turns.sandbox.network is true, and has {start_s:g} s"
         )
 
-    def _start(self, start_s: float) -> dict[str, dict[str, Any]]:
+    def _start(self, start_s: float) -> dict[str, JsonObject]:
         """Return the server's tools; it is ended where it does not answer in time."""
         self._deadline = time.monotonic() + start_s
-        tools: dict[str, dict[str, Any]] = {}
+        tools: dict[str, JsonObject] = {}
         try:
             self._ask("initialize", _HELLO)
             self._send({"method": "notifications/initialized"})
-            cursor: dict[str, Any] = {}
+            cursor: JsonObject = {}
             for _ in range(_MAX_PAGES):
                 page = self._ask("tools/list", cursor)
                 tools |= _by_name(page)
@@ -102,7 +102,7 @@ class McpServer:
         self._deadline = math.inf  # a call's is the trainer's
         return tools
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, name: str, arguments: Record) -> str:
         """Return a tool's answer as text; RuntimeError where it failed, or the server has ended."""
         params = {"name": self.tools[name]["name"], "arguments": dict(arguments)}
         result = self._ask("tools/call", params)
@@ -114,7 +114,7 @@ class McpServer:
             raise RuntimeError(text or "the tool failed")
         return text or json.dumps(result.get("structuredContent") or "")
 
-    def _ask(self, method: str, params: dict[str, Any]) -> Any:
+    def _ask(self, method: str, params: JsonObject) -> Any:
         self._number += 1
         self._send({"id": self._number, "method": method, "params": params})
         while True:
@@ -132,7 +132,7 @@ class McpServer:
                     str(error.get("message", error) if isinstance(error, dict) else error)
                 )
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: JsonObject) -> None:
         """Write a message; a server that reads nothing and asks without end fills the pipe."""
         assert self._process.stdin is not None
         pipe = self._process.stdin.fileno()
@@ -149,7 +149,7 @@ class McpServer:
             raise RuntimeError("it did not answer in time")
         return min(left_s, 1.0)
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self) -> JsonObject:
         """Return the next message; anything else that the server prints goes to the log."""
         while True:
             line = self._read_line()
@@ -181,11 +181,11 @@ class McpServer:
         return line
 
 
-def _by_name(page: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _by_name(page: Record) -> dict[str, JsonObject]:
     return {re.sub(r"\W", "_", tool["name"]): tool for tool in page["tools"]}
 
 
-def _schema(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+def _schema(name: str, tool: Record) -> JsonObject:
     function = {
         "name": name,
         "description": tool.get("description") or "",
@@ -194,7 +194,7 @@ def _schema(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     return read_tool({"function": function})
 
 
-def _text(block: Mapping[str, Any]) -> str:
+def _text(block: Record) -> str:
     """Return the text of an answer's block; a block without text is named."""
     if block.get("type") == "resource":
         block = {"type": "resource", "text": block["resource"].get("text"), **block}

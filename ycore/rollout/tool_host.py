@@ -17,7 +17,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ycore.errors import ConfigError, UserError
 from ycore.rollout.games import GAMES, game_class
 from ycore.rollout.mcp_server import MCP_PREFIX, McpServer
 from ycore.sandbox.channel import Channel, exception_line, load_named
+from ycore.types import JsonObject, Record
 
 PYTHON = "python"
 """The name of the tool that runs what the model writes."""
@@ -99,9 +100,9 @@ class ToolHost:
         _require_new(tool.__name__, self._tools, source=source)
         self._tools[tool.__name__] = tool
 
-    def describe(self, *, schemas: bool) -> dict[str, Any]:
+    def describe(self, *, schemas: bool) -> JsonObject:
         """Return a `ToolSet` as JSON; with `schemas`, those that transformers makes for chat templates."""
-        tools: list[dict[str, Any]] = []
+        tools: list[JsonObject] = []
         if schemas and not self._takes_text:
             tools = [schema_of(tool) for tool in self._tools.values()]
             for server in self._servers:
@@ -116,7 +117,7 @@ class ToolHost:
             "pays_turns": self._pays_turns,
         }
 
-    def answer(self, request: Mapping[str, Any]) -> object:
+    def answer(self, request: Record) -> object:
         """Return the value of an operation; any exception of the user's or the model's code goes on."""
         seed(request.get("seed", 0))
         op = request["op"]
@@ -134,21 +135,21 @@ class ToolHost:
         if reward is not None:
             self._turn_reward = (self._turn_reward or 0.0) + float(reward)
 
-    def _op_reset(self, request: Mapping[str, Any]) -> str | None:
+    def _op_reset(self, request: Record) -> str | None:
         return self._observation(self._env.reset(**request["row"]), "reset")
 
-    def _op_step(self, request: Mapping[str, Any]) -> str | None:
+    def _op_step(self, request: Record) -> str | None:
         return self._observation(self._env.step(request["text"]), "step")
 
-    def _op_call(self, request: Mapping[str, Any]) -> str:
+    def _op_call(self, request: Record) -> str:
         return str(self._call(request["name"], request["arguments"]))[:MAX_TEXT]
 
-    def _op_turn_reward(self, request: Mapping[str, Any]) -> float | None:
+    def _op_turn_reward(self, request: Record) -> float | None:
         reward = self._turn_reward
         self._turn_reward = None
         return reward
 
-    def _op_reward(self, request: Mapping[str, Any]) -> float | None:
+    def _op_reward(self, request: Record) -> float | None:
         if not hasattr(self._env, "get_reward"):
             return None
         value = self._awaited(self._env.get_reward())
@@ -158,9 +159,9 @@ class ToolHost:
             )
         return None if value is None else float(value)
 
-    def _op_attributes(self, request: Mapping[str, Any]) -> str:
+    def _op_attributes(self, request: Record) -> str:
         """Return the environment's public attributes that JSON can carry, for reward functions."""
-        attributes: dict[str, Any] = {}
+        attributes: JsonObject = {}
         for name, value in vars(self._env).items():
             with contextlib.suppress(TypeError, ValueError):
                 if not name.startswith("_"):
@@ -172,7 +173,7 @@ class ToolHost:
             )
         return text
 
-    def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+    def _call(self, name: str, arguments: Record) -> Any:
         if name in self._tools:
             return self._awaited(self._tools[name](**arguments))
         for server in self._servers:
@@ -231,7 +232,7 @@ async def _as_coroutine(result: Any) -> Any:
     return await result
 
 
-def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
+def schema_of(tool: Callable[..., Any]) -> JsonObject:
     """Return the tool's schema for chat templates; ConfigError where it lacks types or a docstring."""
     try:
         from transformers.utils.chat_template_utils import get_json_schema
@@ -241,7 +242,7 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
             f"({sys.executable}) has none; install it there"
         ) from error
     try:
-        schema: dict[str, Any] = get_json_schema(tool)
+        schema: JsonObject = get_json_schema(tool)
     except Exception as error:  # whatever transformers raises of a user's function
         raise ConfigError(
             f"tool {tool.__name__!r} cannot be shown to a model: {exception_line(error)}; "
@@ -260,6 +261,7 @@ def seed(number: int) -> None:
 
 _IN_ANOTHER = """
 import runpy, sys, types
+from ycore.types import JsonObject, Record
 if sys.version_info < (3, 11):
     sys.exit(f"env_python {sys.executable} is Python {sys.version.split()[0]}; tools need 3.11 or later")
 package = sys.modules["ycore"] = types.ModuleType("ycore")

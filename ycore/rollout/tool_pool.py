@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -38,7 +38,7 @@ from ycore.sandbox.confined_worker import (
 from ycore.sandbox.level import choose_level, require_sandbox
 from ycore.sandbox.program_pool import PROGRAM_LIMITS
 from ycore.sandbox.user_code import user_code_confinement
-from ycore.types import NO_PROMPT, Prompt, Score, number_from
+from ycore.types import NO_PROMPT, Prompt, Record, Score, number_from
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class ToolSet:
     `pays_turns`: it pays for single turns too.
     """
 
-    tools: tuple[Mapping[str, Any], ...]
+    tools: tuple[Record, ...]
     takes_text: bool = False
     pays: bool = False
     pays_turns: bool = False
@@ -129,7 +129,7 @@ def _read_tool_set(ready: Any) -> ToolSet:
         ) from None
 
 
-def _read_value(reply: Mapping[str, Any]) -> Any:
+def _read_value(reply: Record) -> Any:
     value = reply.get("value")
     if "value" not in reply or not (value is None or isinstance(value, str | int | float)):
         raise CallFailed("no answer of a tool worker: no value")
@@ -371,7 +371,7 @@ class Episode:
         """Take the environment for lost: its later answers are errors, and its reward is masked."""
         self._problem = self._problem or problem
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+    async def call(self, name: str, arguments: Record) -> Answer:
         """Return a tool's answer; OutOfTime where no time is left."""
         request = {"name": name, "arguments": dict(arguments)}
         in_interpreter = name == PYTHON and PYTHON in self._pool.config.tools
@@ -446,13 +446,13 @@ class Episode:
                 self.lose(str(failure))
             raise
 
-    async def _interpret(self, request: Mapping[str, Any]) -> Any:
+    async def _interpret(self, request: Record) -> Any:
         if self._interpreter is None:
             self._interpreter = await self._stack.enter_async_context(self._pool.interpreter())
         await self._interpreter.ready()
         return await self._send(self._interpreter, "call", request)
 
-    async def _send(self, worker: ToolWorker, op: str, request: Mapping[str, Any]) -> Any:
+    async def _send(self, worker: ToolWorker, op: str, request: Record) -> Any:
         time_left_s = self._settings.completion_s - self.seconds
         if time_left_s <= 0:
             raise OutOfTime

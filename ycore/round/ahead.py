@@ -18,7 +18,7 @@ from ycore.round.journal import Committed, Journal, states_of
 from ycore.round.sampling import Rules
 from ycore.round.step import Controller
 from ycore.run.trace import SYNC, TRAIN
-from ycore.types import Group
+from ycore.types import Group, JsonObject
 
 _CARRY_AGE = 4
 """Policy versions by which a completion that goes on in a later round may lag behind with its first token."""
@@ -125,7 +125,7 @@ class ControllerAhead(Controller):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rounds-ahead")
         self._abandoned = threading.Event()
         self._rounds: dict[int, Future[Committed]] = {}  # begun, by step
-        self._states: dict[int, dict[str, Any]] = {}  # after the round of a step
+        self._states: dict[int, JsonObject] = {}  # after the round of a step
         self._last_begun = self._step = -1
         self._num_dropped = 0.0  # groups of the last round, as too old
         self._waited_s = 0.0
@@ -240,7 +240,7 @@ class ControllerAhead(Controller):
         seconds, self._waited_s = self._waited_s, 0.0
         return seconds
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """The state after the round of the last step, without those ahead, which the journal has."""
         return self._states.get(self._step) or states_of(self)
 

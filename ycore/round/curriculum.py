@@ -5,14 +5,14 @@ comes up less often afterwards. Every rank has the same memory, so a position gi
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from ycore.config.schema import RunConfig
 from ycore.errors import DataError
 from ycore.scoring.group_rewards import TOLERANCE
-from ycore.types import Prompt, number_from
+from ycore.types import JsonObject, Prompt, Record, number_from
 
 _MEMORY = 0.5  # weight that a group keeps when the prompt's next one comes
 _PRIOR = 0.1  # groups that the first guess of a prompt counts for
@@ -106,13 +106,13 @@ class Curriculum:
     def num_dropped(self) -> int:
         return sum(0 < self.drop_after <= seen.solved for seen in self._seen.values())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         rows = [
             [row, seen.taught, seen.groups, seen.solved] for row, seen in self._seen.items()
         ]
         return {"rows": rows, "best": self._best if rows else None}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         self._seen = {row: _Seen(*seen) for row, *seen in state["rows"]}
         self._best = float("-inf") if state["best"] is None else state["best"]
 

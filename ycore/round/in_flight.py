@@ -8,7 +8,6 @@ together are one behavior policy (arXiv 2505.24298, proposition 1).
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
 
 from ycore.rollout.turns import ABORTED, Generate, completion_seed, joined
 from ycore.run.metrics import CountMeter
@@ -18,6 +17,8 @@ from ycore.types import (
     Draw,
     Finished,
     Group,
+    JsonObject,
+    Record,
     from_json,
     number_from,
     to_json,
@@ -148,7 +149,7 @@ class InFlight:
         """The draws of the groups that are not whole, the oldest first."""
         return sorted([*self.again, *self.groups.values()], key=lambda draw: draw.position)
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> list[JsonObject]:
         return [
             {
                 "draw": to_json(draw),
@@ -161,7 +162,7 @@ class InFlight:
             for draw in self.unfinished
         ]
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Sequence[Record]) -> None:
         self.again = [from_json(Draw, group["draw"]) for group in state]
         self._begun = {
             int(seed): from_json(Completion, completion)

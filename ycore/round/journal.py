@@ -27,11 +27,11 @@ from ycore.run.resuming import (
     round_file,
     write_round,
 )
-from ycore.types import Group, from_json, to_json
+from ycore.types import Group, JsonObject, Record, from_json, to_json
 
 # -- the parts of a controller's state, and what another number of ranks makes of them ---------------------------------
 
-State = Mapping[str, Any]
+State = Record
 
 
 class CheckpointPart(NamedTuple):
@@ -41,7 +41,7 @@ class CheckpointPart(NamedTuple):
     """Returns the states for this number of ranks, from the states of all ranks before."""
 
 
-def states_of(controller: Any) -> dict[str, Any]:
+def states_of(controller: Any) -> JsonObject:
     """Return the state of every part; None for one that the run does not have."""
     owners = {name: part.of(controller) for name, part in PARTS.items()}
     return {
@@ -56,7 +56,7 @@ def load_states(controller: Any, states: State) -> None:
             owner.load_state_dict(states[name])
 
 
-def reshard_states(states: Sequence[State], *, world: int) -> list[dict[str, Any]]:
+def reshard_states(states: Sequence[State], *, world: int) -> list[JsonObject]:
     """Return the states for `world` ranks, from those of all ranks before them, in order."""
     parts = {
         name: part.reshard([state[name] for state in states], world)
@@ -159,7 +159,7 @@ def reshard_round(rounds: Sequence[Sequence[Group]], *, world: int) -> list[list
 @dataclass(frozen=True, slots=True)
 class Committed:
     groups: list[Group]
-    state: dict[str, Any]
+    state: JsonObject
     metrics: Mapping[str, float]
     problems: Mapping[str, int] = field(default_factory=dict)
     """Reasons why completions have no reward, with their numbers; not in the journal."""
@@ -197,7 +197,7 @@ class Journal:
         self,
         step: int,
         groups: list[Group],
-        state: dict[str, Any],
+        state: JsonObject,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Write the round of this step, with the controller's state after it, as plain JSON values.

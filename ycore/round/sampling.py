@@ -21,14 +21,7 @@ from ycore.scoring.group_rewards import (
     min_stds,
     normalizes_each_reward,
 )
-from ycore.types import (
-    Draw,
-    Finished,
-    Group,
-    Prompt,
-    from_json,
-    to_json,
-)
+from ycore.types import Draw, Finished, Group, JsonObject, Prompt, Record, from_json, to_json
 
 MEMORY = 0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count
 _REUSED_ROUNDS = 4  # whose groups are kept to be trained on again
@@ -46,7 +39,7 @@ class Cost:
     attention: float = 0.0
 
     @classmethod
-    def of_model(cls, config: Mapping[str, Any]) -> Self:
+    def of_model(cls, config: Record) -> Self:
         """Derive it from a config.json. A layer's products with keys and values take `4 * query_size` operations for
         each pair of tokens, those with the weights 2 for each weight and token (arXiv 2001.08361, section 2.1)."""
         try:
@@ -345,10 +338,10 @@ class LeftoverGroups:
     def __len__(self) -> int:
         return len(self.waiting)
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> list[JsonObject]:
         return [to_json(item) for item in self.waiting]
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Sequence[Record]) -> None:
         self.waiting = [from_json(Finished, item) for item in state]
 
     def put(self, finished: Sequence[Finished]) -> None:
@@ -389,10 +382,10 @@ class ReuseBuffer:
         if self._rules.reuse:
             self._groups = [*self._groups, *groups][-_REUSED_ROUNDS * len(groups) :]
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> list[JsonObject]:
         return [to_json(group) for group in self._groups]
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Sequence[Record]) -> None:
         self._groups = [from_json(Group, group) for group in state]
 
     def _deviation(self, group: Group) -> float:
@@ -454,10 +447,10 @@ class DrawSource:
     def _takes(self, position: int) -> bool:
         return self.curriculum is None or self.curriculum.takes(position, self.row_at(position))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"cursor": self.cursor, "gaps": list(self.shard.gaps), "start": self.shard.start}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         self.shard = replace(self.shard, gaps=tuple(state["gaps"]), start=state["start"])
         self.cursor = state["cursor"]
 

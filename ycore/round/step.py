@@ -37,7 +37,7 @@ from ycore.run.tasks import ending, next_finished, together
 from ycore.run.trace import EVALUATION, ROUND, SYNC
 from ycore.scoring.group_rewards import compared_rewards
 from ycore.scoring.scoring import PendingGroup, Scoring
-from ycore.types import Completion, Draw, Finished, Group, Prompt
+from ycore.types import Completion, Draw, Finished, Group, JsonObject, Prompt, Record
 
 T = TypeVar("T")
 
@@ -270,7 +270,7 @@ class Controller:
         max_tokens: int | None = None,
     ) -> Completion:
         """Have the engine of a slot write after these tokens."""
-        options: dict[str, Any] = {}
+        options: JsonObject = {}
         if max_tokens is not None:
             options["max_tokens"] = max_tokens
         if prompt.images:
@@ -362,7 +362,7 @@ class Controller:
 
     def sample(
         self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]], *, version: int
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """Write a completion of each prompt (and its token ids) by this version, with the same seeds at every call.
 
         Returns a dict of `row`, `prompt`, `images` (sha256), `completion` and `finish_reason` for each prompt.
@@ -371,7 +371,7 @@ class Controller:
         self.sync(version)
         writer = self.writer
 
-        async def complete(prompt: Prompt, token_ids: tuple[int, ...]) -> dict[str, Any]:
+        async def complete(prompt: Prompt, token_ids: tuple[int, ...]) -> JsonObject:
             start = await writer.start(Draw(prompt.row, prompt, token_ids))
             write = self.engines[0].complete
             if prompt.images:
@@ -385,7 +385,7 @@ class Controller:
                 "finish_reason": completion.finish_reason,
             }
 
-        async def write() -> list[dict[str, Any]]:
+        async def write() -> list[JsonObject]:
             async with self.slots.awake(ROLLOUT):
                 return await asyncio.gather(
                     *(complete(prompt, token_ids) for prompt, token_ids in prompts)
@@ -547,11 +547,11 @@ class Controller:
         self.constraint_weights = committed.state["constraints"]
         return committed.groups
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return what a checkpoint keeps of the controller, as plain JSON values."""
         return states_of(self)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Record) -> None:
         load_states(self, state)
 
     # -- the event loop ----------------------------------------------------------------------------------------------

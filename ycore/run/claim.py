@@ -31,6 +31,7 @@ from ycore.run.files import (
     write_json_atomic,
 )
 from ycore.run.secrets import check_secrets, redact, redact_command
+from ycore.types import JsonObject, Record
 
 _LOCK_WITHIN_S = 6.0  # what a guardian takes to clear away a run whose launcher was killed
 _PACKAGES = (
@@ -265,7 +266,7 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
-def run_facts(config: BaseModel, contents: Mapping[str, str]) -> dict[str, Any]:
+def run_facts(config: BaseModel, contents: Mapping[str, str]) -> JsonObject:
     """Return what must be the same on all machines of a run: settings, packages, and fingerprints of its `contents`."""
     versions = installed_versions()
     del versions["python"]
@@ -273,7 +274,7 @@ def run_facts(config: BaseModel, contents: Mapping[str, str]) -> dict[str, Any]:
     return {"config": settings, "contents": {**versions, **contents}}
 
 
-def stored_config(folder: RunFolder) -> dict[str, Any]:
+def stored_config(folder: RunFolder) -> JsonObject:
     """Return the settings in run.json, secrets hidden; RunFolderError where it is missing or is not a run's."""
     description = read_json(folder.config)
     config = description.get("config") if isinstance(description, dict) else None
@@ -331,9 +332,7 @@ def changes(folder: RunFolder, config: BaseModel) -> list[Difference]:
     return settings_that_differ(stored_config(folder), redact(config.model_dump(mode="json")))
 
 
-def settings_that_differ(
-    stored: Mapping[str, Any], current: Mapping[str, Any]
-) -> list[Difference]:
+def settings_that_differ(stored: Record, current: Record) -> list[Difference]:
     """Return the settings that change what is learned. More steps do not: the run goes on for longer."""
 
     def may_change(difference: Difference) -> bool:
@@ -348,9 +347,7 @@ def settings_that_differ(
     return [difference for difference in differences if not may_change(difference)]
 
 
-def contents_that_differ(
-    stored: Mapping[str, Any], current: Mapping[str, Any]
-) -> list[Difference]:
+def contents_that_differ(stored: Record, current: Record) -> list[Difference]:
     """Return the keys whose values differ or that only one of both has, in order."""
     return [
         Difference(name, stored.get(name), current.get(name))
@@ -383,9 +380,9 @@ def _brief(value: Any) -> str:
     return text if len(text) <= _BRIEF else f"{text[: _BRIEF - 3]}..."
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Record, prefix: str = "") -> JsonObject:
     """Return nested settings by their dotted names."""
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         settings |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ycore.errors import RunError, RunFolderError
+from ycore.types import JsonObject, Record
 
 MAX_SETTINGS_BYTES = 64 * 2**20
 """A file of settings, such as a model's config.json, has no more; its weights' index is the largest."""
@@ -98,7 +99,7 @@ def check_plain(value: Any, *, max_values: int = _MAX_VALUES) -> Any:
     raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Return the object in `path`; RunFolderError where the file is missing or holds none."""
     try:
         value = parse_json(read_regular(path, max_bytes=MAX_SETTINGS_BYTES))
@@ -152,14 +153,14 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
-def seal(head: Mapping[str, Any], content: Any) -> bytes:
+def seal(head: Record, content: Any) -> bytes:
     """Return a sealed file: `head` with the body's sha256, and `content` as the body."""
     body = json.dumps(content).encode()
     sealed_head = json.dumps({**head, "sha256": hashlib.sha256(body).hexdigest()}).encode()
     return b"".join([sealed_head, b"\n", body, b"\n"])
 
 
-def unseal(data: bytes, *, schema: int) -> tuple[dict[str, Any], Any]:
+def unseal(data: bytes, *, schema: int) -> tuple[JsonObject, Any]:
     """Return header and content of a sealed file; ValueError says in a few words what is wrong with it.
 
     Args:
@@ -424,7 +425,7 @@ def keep_run_id(descriptor: int) -> str:
 
 def _read(descriptor: int) -> str | None:
     try:
-        record: dict[str, Any] = json.loads(os.pread(descriptor, 4096, 0))
+        record: JsonObject = json.loads(os.pread(descriptor, 4096, 0))
         run_id = str(record.pop("run_id"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -22,8 +22,9 @@ from ycore.run.files import (
     write_bytes_atomic,
 )
 from ycore.run.text import Say
+from ycore.types import JsonObject, Record
 
-Row = Mapping[str, Any]
+Row = Record
 
 # What a step may call the same number: the first that it has counts. Dynamic sampling trains on some completions only,
 # neither all right nor all wrong: `reward` is theirs, and `ycore/reward` that of every completion that was drawn.
@@ -85,7 +86,7 @@ def warn(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr)
 
 
-def read_metrics(path: Path, *, say: Say = warn) -> list[dict[str, Any]]:
+def read_metrics(path: Path, *, say: Say = warn) -> list[JsonObject]:
     """Return every whole row, none where the file is missing; `say` takes a sentence for every damaged line.
 
     A last line that is not whole is normal: the file is growing, or its writer was killed.
@@ -111,7 +112,7 @@ class MetricsFollower:
         before = path.read_bytes() if path.is_file() and not from_the_start else b""
         self._seen = set(map(hash, before.split(b"\n")))
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[JsonObject]:
         """Return the rows that were completed since the last call."""
         lines = self._lines.read()
         first = self._lines.num_lines - len(lines) + 1
@@ -124,7 +125,7 @@ class MetricsFollower:
         return _rows(new, self._path, self._say)
 
 
-def _rows(lines: Iterable[tuple[int, bytes]], path: Path, say: Say) -> list[dict[str, Any]]:
+def _rows(lines: Iterable[tuple[int, bytes]], path: Path, say: Say) -> list[JsonObject]:
     rows = []
     for place, line in lines:
         row = _row(line)
@@ -137,7 +138,7 @@ def _rows(lines: Iterable[tuple[int, bytes]], path: Path, say: Say) -> list[dict
     return rows
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def _row(line: bytes) -> JsonObject | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -177,7 +178,7 @@ def summarise(
     *,
     measure: Literal["reward", "loss"] = "reward",
     error: str | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the content of summary.json: status, steps, time, and `measure` at either end.
 
     Each mean is of five steps, or of half of the steps where there are fewer than ten. `measure` is `loss` for a run
@@ -187,7 +188,7 @@ def summarise(
     values = [value for row in metrics if (value := number(row, *names)) is not None]
     window = min(_WINDOW_STEPS, max(1, len(values) // 2))
     steps = [step for row in metrics if (step := number(row, "step")) is not None]
-    summary: dict[str, Any] = {
+    summary: JsonObject = {
         "status": status,
         "steps": int(max(steps, default=0)),
         "wall_s": round(wall_s, 1),

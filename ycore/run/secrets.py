@@ -16,6 +16,7 @@ from typing import Any
 
 from ycore.errors import ConfigError
 from ycore.run.files import RunFolder, read_json
+from ycore.types import JsonObject, Record
 
 VARIABLE = "YCORE_SECRETS"
 """JSON: `[[path, value], ...]`, a path being the keys and list indices that lead to the value."""
@@ -157,7 +158,7 @@ def redact_command(command: Sequence[str]) -> list[str]:
     return redacted
 
 
-def secrets_environment(config: Mapping[str, Any]) -> dict[str, str]:
+def secrets_environment(config: Record) -> dict[str, str]:
     """Return the variable that gives a worker what run.json hides of these settings (JSON values), if anything."""
     hidden = []
     for path, redacted in _leaves(redact(config)):
@@ -167,15 +168,15 @@ def secrets_environment(config: Mapping[str, Any]) -> dict[str, str]:
     return {VARIABLE: json.dumps(hidden)} if hidden else {}
 
 
-def load_config(folder: RunFolder) -> dict[str, Any]:
+def load_config(folder: RunFolder) -> JsonObject:
     """Return the settings in run.json with their secrets put back, where the launcher passed them to this process."""
-    config: dict[str, Any] = read_json(folder.config)["config"]
+    config: JsonObject = read_json(folder.config)["config"]
     for path, value in json.loads(os.environ.pop(VARIABLE, "[]")):
         _at(config, path[:-1])[path[-1]] = value
     return config
 
 
-def check_secrets(config: Mapping[str, Any]) -> None:
+def check_secrets(config: Record) -> None:
     """Raise ConfigError, with the option to give again, where settings of a run.json have `***` for a secret."""
     for path, value in _leaves(config):
         if isinstance(value, str) and has_hidden_part(value):

@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 from asyncio.subprocess import PIPE, STDOUT, Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
@@ -24,6 +24,7 @@ from ycore.sandbox import END_S, MIB, Confinement, Limits
 from ycore.sandbox.confine import Launch, confined_launch
 from ycore.sandbox.stage import EXIT_EXCESS
 from ycore.sandbox.watch import Watch
+from ycore.types import JsonObject, Record
 
 START_TIMEOUT_S = 120.0
 MAX_STARTS = 3
@@ -54,7 +55,7 @@ class ConfinedWorker(Generic[R]):
 
     def __init__(
         self,
-        first: Mapping[str, Any],
+        first: Record,
         read_ready: Callable[[Any], R],
         confinement: Confinement,
         *,
@@ -142,8 +143,8 @@ class ConfinedWorker(Generic[R]):
 
     async def exchange(
         self,
-        request: Mapping[str, Any],
-        read: Callable[[dict[str, Any]], T],
+        request: Record,
+        read: Callable[[JsonObject], T],
         *,
         max_bytes: int,
         timeout_s: float,
@@ -352,7 +353,7 @@ async def _pass_on(
 _FAILURES = {"error": 600, "failed": 300}  # characters that are shown
 
 
-def reply_in(line: bytes, nonce: str) -> dict[str, Any]:
+def reply_in(line: bytes, nonce: str) -> JsonObject:
     """Return the JSON object of a line that answers the request of this nonce.
 
     Raises:

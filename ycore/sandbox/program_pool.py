@@ -18,11 +18,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ycore.errors import RunError
 from ycore.run.reports import kill_tree
@@ -38,6 +38,7 @@ from ycore.sandbox.confine import (
 from ycore.sandbox.namespaces import SCRATCH, bwrap_command
 from ycore.sandbox.program_server import MAX_MESSAGE, ProgramKind, ServerSettings
 from ycore.sandbox.user_code import sources_view
+from ycore.types import JsonObject, Record
 
 ProgramStatus = Literal["ok", "error", "timeout", "memory", "output", "killed", "infra_error"]
 """`error`: an exit status that is not 0. `killed`: by a signal that was not ours."""
@@ -142,7 +143,7 @@ class ProgramPool:
             return ScriptResult(status, stdout.data, stderr.data, seconds)
 
     async def run_tests(
-        self, source: str, tests: Mapping[str, Any], *, deadline_s: float
+        self, source: str, tests: Record, *, deadline_s: float
     ) -> UnitTestResult:
         """Run a row's tests against a program. `tests` is what `unit_tests` reads; it never reaches the program."""
         with ExitStack() as files:
@@ -168,7 +169,7 @@ class ProgramPool:
 
     async def _do(
         self, programs: _Programs, deadline_s: float
-    ) -> tuple[Sequence[Mapping[str, Any]], float]:
+    ) -> tuple[Sequence[Record], float]:
         """Do a job in the next idle server, twice where the server fails; ServerLost where it cannot be done.
 
         Returns how each program ended, and the seconds.
@@ -241,7 +242,7 @@ class ProgramServer:
         self._num_starts += 1
         return self._num_starts > 1
 
-    async def do(self, programs: _Programs, deadline_s: float) -> Sequence[Mapping[str, Any]]:
+    async def do(self, programs: _Programs, deadline_s: float) -> Sequence[Record]:
         """Return how a job's programs ended: `status`, `reason`, `problem` of each; ServerLost where unknown."""
         assert self._control is not None, "send to a server only when it is ready"
         job = {
@@ -282,7 +283,7 @@ class ProgramServer:
 
 
 def unit_test_result(
-    data: bytes, tests: Mapping[str, Any], callee: Mapping[str, Any], *, seconds: float
+    data: bytes, tests: Record, callee: Record, *, seconds: float
 ) -> UnitTestResult:
     """Read the lines of the tests' process. Tests that were cut short have not ended, and so have not passed.
 
@@ -292,7 +293,7 @@ def unit_test_result(
         return UnitTestResult(
             "infra_error", problem="the tests of a program did not begin", seconds=seconds
         )
-    summary: dict[str, Any] = {
+    summary: JsonObject = {
         "state": "gone",
         "broken": None,
         "ended": False,
@@ -317,7 +318,7 @@ def unit_test_result(
     )
 
 
-def _script_status(ended: Mapping[str, Any]) -> ProgramStatus:
+def _script_status(ended: Record) -> ProgramStatus:
     if ended["reason"] == "deadline":
         return "timeout"
     if ended["reason"] == "memory":

@@ -16,6 +16,8 @@ from functools import partialmethod
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from ycore.types import JsonObject, Record
+
 MAX_BYTES = 8 * 2**20  # of a message
 _MAX_DEPTH = 300
 _PLAIN_INT = 2**63  # larger ones go as hexadecimal digits, which are read in linear time
@@ -75,14 +77,14 @@ class ProgramConnection:
         self.is_gone = False
         self._connection = Connection(descriptor)
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Record) -> None:
         data = json.dumps(message).encode()
         if len(data) > MAX_BYTES:
             raise ValueError(f"a value of {len(data)} bytes is too large")
         with self._still_there():
             self._connection.send_bytes(data)
 
-    def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
+    def receive(self, timeout_s: float | None = None) -> JsonObject:
         """Return the next message; Silent where none begins in time, Gone where there is none."""
         with self._still_there():
             if not self._connection.poll(timeout_s):
@@ -208,7 +210,7 @@ def serve_calls(connection: ProgramConnection, names: Mapping[str, Any]) -> NoRe
             objects.append(value)  # kept, so that its id stays its own
         return numbers[id(value)]
 
-    def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(request: Record) -> JsonObject:
         if request["ask"] == "name":
             return {"value": encode_value(names[request["of"]], number_of)}
         target = objects[request["of"]]

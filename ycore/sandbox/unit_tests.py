@@ -16,7 +16,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +27,7 @@ from ycore.sandbox.remote_calls import (
     ProgramConnection,
     Silent,
 )
+from ycore.types import Record
 
 _ALIASES = {"np": "numpy", "pd": "pandas"}
 _RECORD = "__unit_ran__"
@@ -121,7 +121,7 @@ def run_unit_tests(source: int, results: int, connection: int) -> None:
         pass
 
 
-def _run(tests: Mapping[str, Any], connection: ProgramConnection, results: _Results) -> None:
+def _run(tests: Record, connection: ProgramConnection, results: _Results) -> None:
     results.write(state="gone")
     state = str(connection.receive(tests["timeout_s"]).get("state"))
     results.write(state=state)
@@ -145,7 +145,7 @@ def _run(tests: Mapping[str, Any], connection: ProgramConnection, results: _Resu
         results.write(ended=True)
 
 
-def _run_calls(tests: Mapping[str, Any], client: CallClient, results: _Results) -> None:
+def _run_calls(tests: Record, client: CallClient, results: _Results) -> None:
     """Call one function with arguments, and compare with the expected values."""
     results.write(units=len(tests["calls"]))
     function = client.name(tests["entry_point"])
@@ -158,7 +158,7 @@ def _run_calls(tests: Mapping[str, Any], client: CallClient, results: _Results) 
         results.record(unit, passed)
 
 
-def _run_asserts(tests: Mapping[str, Any], client: CallClient, results: _Results) -> None:
+def _run_asserts(tests: Record, client: CallClient, results: _Results) -> None:
     """Run texts of Python, each a test or the definition of `check`."""
     names = _Names(client)
     entry_point = tests["entry_point"]

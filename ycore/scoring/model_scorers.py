@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.cells import golds_of
@@ -46,7 +46,7 @@ from ycore.scoring.scoring import (
     plan_served_model,
     text_of,
 )
-from ycore.types import Completion, Prompt, Score
+from ycore.types import Completion, Prompt, Record, Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -193,7 +193,7 @@ def _only_text(prompt: Prompt) -> str:
     return str(prompt.content[0]["content"])
 
 
-def _check_classifier(name: str, model_config: Mapping[str, Any]) -> None:
+def _check_classifier(name: str, model_config: Record) -> None:
     """ModelError unless a config.json is that of a sequence classifier with one label, which vLLM can serve."""
     architectures = [
         str(architecture) for architecture in model_config.get("architectures") or []

@@ -31,7 +31,7 @@ from ycore.run.metrics import (
 from ycore.run.resuming import read_round, round_file, rounds_in
 from ycore.run.text import as_duration, printable, topic
 from ycore.scoring.group_rewards import weighted_sum
-from ycore.types import IMAGE_MARK, Group, said
+from ycore.types import IMAGE_MARK, Group, JsonObject, Record, said
 from ycore.view.pictures import (
     HELD_OUT,
     HELD_OUT_LOSS,
@@ -436,7 +436,7 @@ def write_report(runs: Sequence[RecordedRun], page: Path) -> Path:
     return partial.replace(page)
 
 
-def report_json(runs: Sequence[RecordedRun]) -> dict[str, Any]:
+def report_json(runs: Sequence[RecordedRun]) -> JsonObject:
     """Return the report's numbers, as JSON values."""
     return {
         "runs": [
@@ -525,7 +525,7 @@ def chosen(completions: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
     return [scored[place] for place in sorted(places) if scored] + masked[:1]
 
 
-def _pictures_of(sample: Mapping[str, Any], run: RecordedRun) -> list[Path]:
+def _pictures_of(sample: Record, run: RecordedRun) -> list[Path]:
     """Return the files of the pictures that a prompt shows, of those that are small enough for a page."""
     images = [RunFolder(run.root).images / name for name in sample.get("images", ())]
     return [

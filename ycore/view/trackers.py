@@ -31,9 +31,10 @@ from ycore.config.resolve import read_config
 from ycore.config.schema import AnyConfig, BaseConfig
 from ycore.run.files import TRACKER_GROUP, RunFolder, read_json
 from ycore.run.metrics import EVALUATION
+from ycore.types import JsonObject, Record
 from ycore.view.report import content_text
 
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[Record]
 """The rows of a table, all with the same columns."""
 
 _DEFAULT_PROJECT = "huggingface"  # transformers' own
@@ -51,7 +52,7 @@ class RoundTrainer(Protocol):
     """A trainer of rounds, which keeps some rows of the last one for a table."""
 
     num_logged: int
-    logged_completions: list[dict[str, Any]]
+    logged_completions: list[JsonObject]
 
 
 class TrackerPage(TrainerCallback):
@@ -245,7 +246,7 @@ def _set_wandb_variables(config: BaseConfig, folder: RunFolder) -> None:
     os.environ["WANDB_TAGS"] = ",".join(_tags(folder))
 
 
-def _settings(folder: RunFolder) -> dict[str, Any]:
+def _settings(folder: RunFolder) -> JsonObject:
     """Return the main settings by their plain names, and all of run.json; prefixed, since TRL's arguments are there too."""
     record = read_json(folder.config)
     config = record.get("config", {})
@@ -263,7 +264,7 @@ def _settings(folder: RunFolder) -> dict[str, Any]:
     return plain | {f"ycore/{key}": value for key, value in record.items()}
 
 
-def _typed_names(record: Mapping[str, Any]) -> dict[str, str]:
+def _typed_names(record: Record) -> dict[str, str]:
     """Return the recipe and the preset that were typed."""
     words = [part for word in record.get("command", ()) for part in word.split("=", 1)]
     names = {}
@@ -285,7 +286,7 @@ def _tags(folder: RunFolder) -> list[str]:
 
 
 def _log_evaluations_apart(
-    on_log: Callable[..., None], *states: Any, logs: Mapping[str, Any], **rest: Any
+    on_log: Callable[..., None], *states: Any, logs: Record, **rest: Any
 ) -> None:
     """Let a tracker of transformers have `eval_NAME`, its name for evaluations, which it shows as `eval/NAME`."""
     renamed = {

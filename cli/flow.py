@@ -70,7 +70,7 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     """Plan the run as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.flow.flow_inputs import flow_model, load_conditions
     from ycore.flow.flow_settings import IMAGES
-    from ycore.judge.sources import JUDGE_PREFIX, check_picture_judges
+    from ycore.judge.declaration import JUDGE_PREFIX, check_picture_judges
     from ycore.rewards.worker_client import check_reward
     from ycore.run.claim import check_claim, contents_of
     from ycore.run.resuming import check_began_with

@@ -459,7 +459,7 @@ def _trl_options(
 
 def _words_instead(option: str, value: str, known: Sequence[str], entry: AlgorithmEntry) -> str:
     """Say what to type for another trainer's option, of verl's `actor.optim.lr` by the last words, or the nearest one."""
-    from ycore.config.problems import familiar_words
+    from ycore.config.resolve import familiar_words
 
     parts = option.lstrip("-").replace("_", "-").split(".")
     for name in ("-".join(parts[-2:]), parts[-1]):

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ycore.run.files import RunFolder
-from ycore.run.images import ImageStore
+from ycore.run.files import ImageStore, RunFolder
 from ycore.view.activity import RunActivity
 from ycore.view.pictures import new_figure, save_png
 from ycore.view.progress import RunView

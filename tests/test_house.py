@@ -431,7 +431,12 @@ PARSES_OWN_JSON = {
     "sandbox/remote_calls.py",  # confined, as are the next
     *("rewards/builtin.py", "rewards/code.py", "rewards/worker.py", "rollout/agent_host.py"),
     *("rollout/tool_host.py", "rollout/tool_pool.py", "rollout/writers.py"),  # what we dumped
-    *("flow/sampler.py", "flow/flow_inputs.py", "models/gguf_file.py", "engine/sight.py"),
+    *(
+        "flow/picture_rounds.py",
+        "flow/flow_inputs.py",
+        "models/gguf_file.py",
+        "engine/sight.py",
+    ),
 }
 """Files that parse JSON by themselves; all others take `foreign_json`, `parse_json` or `read_json`, which are bounded."""
 

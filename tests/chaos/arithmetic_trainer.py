@@ -13,14 +13,6 @@ from pathlib import Path
 
 from ycore.errors import Interrupted
 from ycore.round.journal import Journal
-from ycore.run.checkpoints import (
-    CheckpointWriter,
-    RankGroup,
-    checkpoint_of,
-    controller_file,
-    newest_for,
-    step_of,
-)
 from ycore.run.claim import check_contents
 from ycore.run.files import (
     RunFolder,
@@ -31,6 +23,14 @@ from ycore.run.files import (
     write_json_atomic,
 )
 from ycore.run.metrics import MetricsWriter
+from ycore.run.resuming import (
+    CheckpointWriter,
+    RankGroup,
+    checkpoint_of,
+    controller_file,
+    newest_for,
+    step_of,
+)
 from ycore.run.trace import TRAIN, Mark, TraceWriter
 from ycore.trainer import __main__ as trainer
 from ycore.types import Completion, Draw, Group, Prompt, Score

@@ -76,7 +76,7 @@ def _source(name: str) -> Path:
 
 
 _RESTORE = "ycore/trl/base.py"
-_FOLDER = "ycore/run/checkpoints.py"
+_FOLDER = "ycore/run/resuming.py"
 _LOOP = "ycore/round/step.py"
 _SAMPLING = "ycore/round/sampling.py"
 _ENGINE = "ycore/engine/vllm_engine.py"
@@ -100,7 +100,7 @@ IN_PLACE = Patch(
     "checkpoint written in place",
     (
         Edit(
-            "ycore/run/checkpoints.py",
+            "ycore/run/resuming.py",
             "                if leads:\n                    self._stage(staged, step)\n",
             "                if leads:\n                    self._stage(staged, step)\n"
             "                    place = checkpoint_of(self._folder, step)\n"
@@ -263,7 +263,7 @@ class Point:
 
 
 _SAVER = "ycore/trainer/training_run.py"
-_WRITER = "ycore/run/checkpoints.py"
+_WRITER = "ycore/run/resuming.py"
 _COMMIT = "        self._journal.commit(step, groups, state, metrics)\n"
 
 _AHEAD = "ycore/round/ahead.py"
@@ -418,7 +418,7 @@ PARTS: tuple[Patch, ...] = (
     ),
     _timed(
         "flush and manifest",
-        "ycore/run/checkpoints.py",
+        "ycore/run/resuming.py",
         "from ycore.errors import RunError, RunFolderError, YcoreError",
         "publish",
     ),

@@ -11,10 +11,9 @@ from ycore_cli.main import run
 from tests.tiny_model import write_tiny_model
 from ycore.config.resolve import resolve
 from ycore.data.prompts import load_prompts
-from ycore.run.checkpoints import publish, staging
 from ycore.run.claim import check_contents, claim, contents_of
 from ycore.run.files import RunFolder
-from ycore.run.resuming import round_file
+from ycore.run.resuming import publish, round_file, staging
 
 PAIRS = [{"prompt": f"{n} + 1?", "chosen": str(n + 1), "rejected": "no"} for n in range(20)]
 

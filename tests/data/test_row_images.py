@@ -11,7 +11,7 @@ from ycore.data.cells import Table
 from ycore.data.prompts import PromptSet, to_prompts
 from ycore.data.source import read_table
 from ycore.errors import DataError
-from ycore.run.images import ImageStore, png_of
+from ycore.run.files import ImageStore, png_of
 from ycore.types import IMAGE_MARK, in_blocks
 
 RED, BLUE = (png_of(Pillow.new("RGB", (2, 2), colour)) for colour in ("red", "blue"))

@@ -26,8 +26,7 @@ from ycore.engine.judge_engine import (
 from ycore.engine.server import BadRequest
 from ycore.errors import EngineError, RewardError
 from ycore.foreign import ForeignRefused
-from ycore.judge.declaration import Judge
-from ycore.judge.sources import Teacher, judge_of
+from ycore.judge.declaration import Judge, Teacher, judge_of
 from ycore.judge.verdict import Reply, ReplyToken
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from ycore.config.schema import RunConfig
 from ycore.engine.judge_engine import QuestionRefused, VllmJudge
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmRewardModel
+from ycore.judge.declaration import judge_of
 from ycore.judge.question import Questioner, special_tokens
-from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Reply, Unreadable, read_value
 from ycore.launch.engines import plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site

@@ -27,8 +27,7 @@ from ycore.judge.question import with_pictures
 from ycore.judge.verdict import Reply
 from ycore.placement.placement import JUDGE
 from ycore.round.assemble import load_tokenizer
-from ycore.run.files import RunFolder
-from ycore.run.images import ImageStore, png_of
+from ycore.run.files import ImageStore, RunFolder, png_of
 from ycore.run.metrics import read_metrics
 from ycore.trl.forward import never_write
 from ycore.types import IMAGE_MARK, Completion, Prompt

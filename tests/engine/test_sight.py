@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 from tests.tiny_vision import FAMILIES, write_tiny_vision_model
 from ycore.engine.sight import image_token_ids, load_sight
 from ycore.round.assemble import load_tokenizer
-from ycore.run.images import ImageStore, png_of
+from ycore.run.files import ImageStore, png_of
 from ycore.trl.forward import skip_absent_pictures
 from ycore.types import IMAGE_MARK, Image, Prompt
 

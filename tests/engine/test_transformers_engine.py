@@ -16,7 +16,7 @@ from tests.tiny_vision import write_tiny_vision_model
 from ycore.engine import SamplingParams, transformers_engine
 from ycore.engine.sight import image_token_ids, load_sight
 from ycore.engine.transformers_engine import TransformersEngine
-from ycore.run.images import ImageStore, png_of
+from ycore.run.files import ImageStore, png_of
 from ycore.trl.forward import add_compact_head, never_write
 from ycore.types import IMAGE_MARK, Completion, Prompt
 

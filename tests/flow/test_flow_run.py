@@ -20,7 +20,7 @@ from ycore.errors import Interrupted
 from ycore.flow.flow_run import FlowRun
 from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.learner import Learner
-from ycore.flow.sampler import Picture
+from ycore.flow.picture_rounds import Picture
 from ycore.run.claim import claim
 from ycore.run.files import RunFolder, write_json_atomic
 from ycore.run.metrics import read_metrics

@@ -10,7 +10,7 @@ import torch
 from ycore.errors import ConfigError, ModelError
 from ycore.flow.flow_inputs import FlowFolder, flow_model
 from ycore.flow.flow_math import SamplingPath, draw, grpo_loss, sde_step, time_grid
-from ycore.flow.sampler import FlowPolicy
+from ycore.flow.picture_rounds import FlowPolicy
 
 
 def asked(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

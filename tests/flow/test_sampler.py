@@ -10,10 +10,15 @@ import torch
 from ycore.errors import RunFolderError
 from ycore.flow.flow_inputs import FlowFolder
 from ycore.flow.flow_math import SamplingPath, time_grid
-from ycore.flow.picture_rounds import contact_sheet, drop_pictures
-from ycore.flow.sampler import FlowPolicy, Picture, PictureEngine, Trajectories
-from ycore.run.files import RunFolder
-from ycore.run.images import ImageStore
+from ycore.flow.picture_rounds import (
+    FlowPolicy,
+    Picture,
+    PictureEngine,
+    Trajectories,
+    contact_sheet,
+    drop_pictures,
+)
+from ycore.run.files import ImageStore, RunFolder
 
 
 def engine_in(root: Path, model: Path, *, batch: int = 4) -> PictureEngine:

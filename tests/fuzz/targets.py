@@ -36,17 +36,15 @@ from ycore.engine.judge_engine import parse_reply, prompt_logprobs
 from ycore.errors import YcoreError
 from ycore.flow.flow_inputs import FlowFolder
 from ycore.foreign import ForeignRefused, foreign_json
-from ycore.judge.declaration import Judge
+from ycore.judge.declaration import Judge, judge_of
 from ycore.judge.question import Questioner, verdict_code
-from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Reply, Unreadable, read_ranking, read_value
 from ycore.models.names import resolve_model
 from ycore.rewards.worker_client import inputs_in, scores_in
 from ycore.rollout.agents import CallRejected, read_request
-from ycore.run.checkpoints import checkpoint_problem, newest_whole
 from ycore.run.files import seal
 from ycore.run.metrics import read_metrics
-from ycore.run.resuming import read_round
+from ycore.run.resuming import checkpoint_problem, newest_whole, read_round
 from ycore.run.text import printable
 from ycore.sandbox.confined_worker import CallFailed, reply_in
 from ycore.types import Prompt

@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 
 from ycore.config.schema import RewardConfig
+from ycore.judge.declaration import judge_of
 from ycore.judge.question import Questioner, fold_lookalikes
-from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Reply, Unreadable, read_ranking, read_value
 from ycore.rewards import answers, builtin
 from ycore.run.text import printable

@@ -9,8 +9,7 @@ import pytest
 
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
-from ycore.judge.declaration import Judge
-from ycore.judge.sources import judge_of, require_columns, reward_model_of
+from ycore.judge.declaration import Judge, judge_of, require_columns, reward_model_of
 from ycore.judge.verdict import Reply, read_value
 
 SCORE = {"kind": "score"}

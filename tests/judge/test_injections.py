@@ -18,9 +18,8 @@ from urllib.parse import quote, unquote
 import pytest
 
 from ycore.config.schema import RewardConfig
-from ycore.judge.declaration import Judge
+from ycore.judge.declaration import Judge, judge_of
 from ycore.judge.question import Questioner, verdict_code
-from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Reply, ReplyToken, Unreadable, read_ranking, read_value
 from ycore.types import Prompt
 

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.config.schema import RewardConfig
-from ycore.judge.declaration import Judge
+from ycore.judge.declaration import Judge, judge_of
 from ycore.judge.question import Questioner, as_text, fold_lookalikes, sanitize, verdict_code
-from ycore.judge.sources import judge_of
 from ycore.types import Prompt
 
 CHAT = [

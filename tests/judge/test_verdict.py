@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.config.schema import RewardConfig
-from ycore.judge.declaration import Judge
-from ycore.judge.sources import judge_of
+from ycore.judge.declaration import Judge, judge_of
 from ycore.judge.verdict import (
     Reply,
     ReplyToken,

@@ -18,8 +18,8 @@ from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
 from ycore.config.trl_arguments import derive_batch
 from ycore.errors import ConfigError
-from ycore.judge import sources
-from ycore.judge.sources import with_declarations
+from ycore.judge import declaration
+from ycore.judge.declaration import with_declarations
 from ycore.launch import layout
 from ycore.launch.device_memory import facts_here
 from ycore.launch.engines import arrange
@@ -158,7 +158,7 @@ def test_every_way_of_hundreds_of_plans_can_be_run(
 ) -> None:
     monkeypatch.setattr(planner, "usable_cores", lambda: range(16))
     monkeypatch.setattr(
-        sources, "parse_yaml", lambda text, **more: dict(parsed(text))
+        declaration, "parse_yaml", lambda text, **more: dict(parsed(text))
     )  # one file, hundreds of times
     chance, counts = random.Random(0), Counter[str]()
     for _ in range(JOBS):

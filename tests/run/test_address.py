@@ -17,7 +17,7 @@ from ycore.config.schema import RewardConfig
 from ycore.engine import judge_engine
 from ycore.engine.judge_engine import QuestionRefused, RemoteJudge
 from ycore.errors import EngineError
-from ycore.judge.sources import judge_of
+from ycore.judge.declaration import judge_of
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"

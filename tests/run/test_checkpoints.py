@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from ycore.errors import RunFolderError
-from ycore.run import checkpoints
-from ycore.run.checkpoints import (
+from ycore.run import resuming
+from ycore.run.files import RunFolder, seal
+from ycore.run.resuming import (
     CheckpointWriter,
     RankGroup,
     checkpoint_of,
@@ -31,7 +32,6 @@ from ycore.run.checkpoints import (
     staging,
     step_of,
 )
-from ycore.run.files import RunFolder, seal
 from ycore.view.activity import Activity, Scene, read_work
 
 FILES = {
@@ -196,7 +196,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_checkpoints import save
-from ycore.run.checkpoints import drop_oldest
+from ycore.run.resuming import drop_oldest
 first = int(sys.argv[2]) + 1
 for step in itertools.count(first):
     save(Path(sys.argv[1]), step)
@@ -237,7 +237,7 @@ def test_a_write_that_fails_leaves_the_last_checkpoint(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(checkpoints, "write_bytes_atomic", no_room)
+        patch.setattr(resuming, "write_bytes_atomic", no_room)
         save(tmp_path, 4)
     assert steps(tmp_path) == [2]
     shutil.rmtree(staging(tmp_path, 4))

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image as Pillow
 
 from ycore.errors import DataError, RunFolderError
-from ycore.run.images import MAX_PIXELS, ImageStore, png_of
+from ycore.run.files import MAX_PICTURE_PIXELS, ImageStore, png_of
 
 
 def picture(
@@ -86,8 +86,8 @@ def bomb(width: int, height: int) -> bytes:
         (b"#!/bin/sh", "no picture of a known kind"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n", "no picture of a known kind"),
         (png_of(picture(size=(40, 40)))[:-30], "is damaged"),
-        (bomb(5000, 5000), f"5000 x 5000 pixels, {MAX_PIXELS} at most"),
-        (bomb(60000, 60000), f"more than {MAX_PIXELS} pixels"),
+        (bomb(5000, 5000), f"5000 x 5000 pixels, {MAX_PICTURE_PIXELS} at most"),
+        (bomb(60000, 60000), f"more than {MAX_PICTURE_PIXELS} pixels"),
         (saved(picture("I;16"), "PNG"), "more than 8 bits"),
         (
             saved(picture(), "GIF", save_all=True, append_images=[picture(colour=(9, 9, 9))]),

@@ -8,16 +8,20 @@ import pytest
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import RunFolderError
-from ycore.run.checkpoints import checkpoint_of, checkpoints_in, publish, staging, step_of
 from ycore.run.claim import Resume, claim, settings_that_differ
 from ycore.run.files import RunFolder, read_json, write_json_atomic
 from ycore.run.resuming import (
     check_world,
+    checkpoint_of,
+    checkpoints_in,
     parse_checkpoint,
+    publish,
     read_round,
     round_file,
     rounds_in,
     settle,
+    staging,
+    step_of,
 )
 
 

@@ -10,8 +10,8 @@ import pytest
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import UserError
+from ycore.judge.declaration import with_declarations
 from ycore.judge.question import Questioner, verdict_code
-from ycore.judge.sources import with_declarations
 from ycore.judge.verdict import Unreadable
 from ycore.scoring.judge_scorer import (
     KEY,

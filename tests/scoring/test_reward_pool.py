@@ -16,8 +16,7 @@ from ycore.errors import RewardError
 from ycore.placement.slots import Slots
 from ycore.rewards.worker_client import check_reward
 from ycore.round.meters import collect
-from ycore.run.files import RunFolder
-from ycore.run.images import ImageStore, png_of
+from ycore.run.files import ImageStore, RunFolder, png_of
 from ycore.sandbox import Level
 from ycore.scoring.scoring import PendingGroup, RewardPool, RuleScorer
 from ycore.types import IMAGE_MARK, Completion, Content, Draw, Prompt, Score

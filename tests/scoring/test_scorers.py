@@ -15,7 +15,7 @@ from ycore.data.prompts import PromptSet
 from ycore.engine.commands import engine_command, engine_environment
 from ycore.engine.kinds import TRANSFORMERS, VLLM
 from ycore.errors import ConfigError, UserError
-from ycore.judge.sources import with_declarations
+from ycore.judge.declaration import with_declarations
 from ycore.launch.device_memory import RunMemory
 from ycore.launch.engines import EnginePlan, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site

@@ -17,9 +17,8 @@ from ycore.config.schema import RewardConfig
 from ycore.engine import Engine
 from ycore.engine.judge_engine import QuestionRefused
 from ycore.errors import EngineError
-from ycore.judge.declaration import Judge
+from ycore.judge.declaration import Judge, RewardModel, Teacher, judge_of
 from ycore.judge.question import Question, Questioner, verdict_code
-from ycore.judge.sources import RewardModel, Teacher, judge_of
 from ycore.judge.verdict import Reply
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import SlotPool
@@ -29,8 +28,7 @@ from ycore.round.meters import collect
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.run.files import RunFolder
-from ycore.run.images import ImageStore, png_of
+from ycore.run.files import ImageStore, RunFolder, png_of
 from ycore.scoring.judge_scorer import (
     KEY,
     AgreementScorer,

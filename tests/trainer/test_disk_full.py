@@ -21,9 +21,9 @@ from tests.tiny_model import write_tiny_model
 from ycore.config.schema import RunConfig
 from ycore.errors import Interrupted, RunError
 from ycore.round.assemble import assemble
-from ycore.run.checkpoints import CheckpointWriter, checkpoint_problem, checkpoints_in, size_of
 from ycore.run.files import RunFolder, is_disk_full, write_json_atomic
 from ycore.run.metrics import read_metrics
+from ycore.run.resuming import CheckpointWriter, checkpoint_problem, checkpoints_in, size_of
 from ycore.trainer import __main__ as main
 from ycore.trainer.rollout_run import RolloutRun
 

@@ -20,10 +20,15 @@ from ycore.config.schema import RunConfig
 from ycore.data import source
 from ycore.errors import DataError, RunError, RunFolderError, TrainerError
 from ycore.round.assemble import assemble
-from ycore.run.checkpoints import checkpoint_of, checkpoint_problem, checkpoints_in, staging
 from ycore.run.files import RunFolder, write_json_atomic
 from ycore.run.metrics import read_metrics
-from ycore.run.resuming import rounds_in
+from ycore.run.resuming import (
+    checkpoint_of,
+    checkpoint_problem,
+    checkpoints_in,
+    rounds_in,
+    staging,
+)
 from ycore.trainer.rollout_run import RolloutRun
 
 pytestmark = pytest.mark.filterwarnings("ignore")

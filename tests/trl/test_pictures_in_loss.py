@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.tiny_vision import write_tiny_vision_model
 from ycore.engine.sight import Sight, image_token_ids, load_sight
 from ycore.round.assemble import load_tokenizer
-from ycore.run.images import ImageStore, png_of
+from ycore.run.files import ImageStore, png_of
 from ycore.trl.build import placeholder_rewards, vision_modules
 from ycore.trl.forward import NEVER, never_write
 from ycore.trl.seam import SeamGRPOTrainer

@@ -28,8 +28,7 @@ from ycore.api.run_settings import complete_config
 from ycore.api.running import checked_plan, run_training, training_plan
 from ycore.api.tables import plan_rows
 from ycore.config.algorithms import ALGORITHMS, find_algorithm
-from ycore.config.problems import declared_error
-from ycore.config.resolve import parse_set, resolve, set_key
+from ycore.config.resolve import declared_error, parse_set, resolve, set_key
 from ycore.config.schema import AnyConfig, RunConfig, Strict, Whole
 from ycore.errors import (
     ConfigError,

@@ -13,7 +13,7 @@ from ycore.config.resolve import require_rollouts, resolve
 from ycore.config.schema import BaseConfig, RewardConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import BatchPlan, TuneBatch
 from ycore.errors import ConfigError
-from ycore.judge.sources import JUDGE_PREFIX, with_declarations
+from ycore.judge.declaration import JUDGE_PREFIX, with_declarations
 from ycore.launch import device_memory, engines, machine_checks
 from ycore.launch.device_memory import rank_strategy
 from ycore.launch.layout import Machine, Site, visible_gpus

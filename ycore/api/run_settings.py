@@ -16,7 +16,7 @@ from ycore.config.resolve import resolve
 from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, ScoredConfig
 from ycore.config.trl_fields import OWN_DEFAULTS
 from ycore.errors import ConfigError
-from ycore.judge.sources import with_declarations
+from ycore.judge.declaration import with_declarations
 from ycore.launch import layout
 from ycore.launch.device_memory import fit_devices
 from ycore.run.claim import flat, stored_config

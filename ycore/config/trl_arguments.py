@@ -16,7 +16,6 @@ from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
 from ycore.config.trl_fields import OWN_DEFAULTS, familiar_options
 from ycore.errors import ConfigError
 from ycore.run.files import RunFolder
-from ycore.types import JsonObject
 
 MICRO_BATCH_TOKENS_CPU = 2_048
 MICRO_BATCH_TOKENS_GPU = 16_384
@@ -259,7 +258,7 @@ def _multiples(number: int, factor: int) -> str:
 
 def trl_arguments(
     config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder
-) -> JsonObject:
+) -> dict[str, Any]:
     """Plain JSON values for the config class of the run's trainer; the user's fields win over ycore's defaults.
 
     Args:
@@ -286,9 +285,11 @@ def trl_arguments(
 _SAVE_S = 3600.0
 
 
-def _defaults(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder) -> JsonObject:
+def _defaults(
+    config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder
+) -> dict[str, Any]:
     algorithm = find_algorithm(config.algorithm)
-    defaults: JsonObject = {
+    defaults: dict[str, Any] = {
         **OWN_DEFAULTS,
         "learning_rate": algorithm.learning_rate
         if config.lora is None
@@ -315,7 +316,9 @@ def _defaults(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder
     return defaults
 
 
-def _owned(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder) -> JsonObject:
+def _owned(
+    config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder
+) -> dict[str, Any]:
     steps = batch.steps if isinstance(batch, TuneBatch) else config.steps
     assert steps is not None
     owned = {

@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, Union
 
 from ycore.errors import ConfigError, must_be
-from ycore.types import JsonObject, Record
 
 TABLE = Path(__file__).with_suffix(".json")
 BASE = "TrainingArguments"
@@ -66,7 +65,7 @@ def fields_of(class_name: str) -> Mapping[str, TrlField]:
     return MappingProxyType(fields)
 
 
-OWN_DEFAULTS: Record = {
+OWN_DEFAULTS: Mapping[str, Any] = {
     "logging_steps": 1,  # TRL's 10 leaves short runs without a curve
     "report_to": "none",
     "save_total_limit": 2,
@@ -76,11 +75,11 @@ OWN_DEFAULTS: Record = {
 
 
 @cache
-def familiar_options() -> Record:
+def familiar_options() -> Mapping[str, Any]:
     """The words that ycore has for options of other trainers, and for fields of TRL's that it does not take."""
     import yaml
 
-    loaded: Record = yaml.safe_load(
+    loaded: Mapping[str, Any] = yaml.safe_load(
         TABLE.with_name("familiar_options.yaml").read_text(encoding="utf-8")
     )
     return loaded
@@ -109,7 +108,7 @@ def coerce(field: TrlField, value: Any) -> Any:
         "float": Annotated[float, limits],
         "list[float]": list[float],
         "list[str]": list[word],
-        "dict": JsonObject,
+        "dict": dict[str, Any],
         "str": word,
     }
     annotation: Any = Union[tuple(types[kind] for kind in field.kinds)]  # noqa: UP007

@@ -31,7 +31,7 @@ from ycore.data.rows import (
 )
 from ycore.data.source import read_table
 from ycore.errors import ConfigError, DataError
-from ycore.run.images import ImageStore
+from ycore.run.files import ImageStore
 from ycore.types import Image, in_blocks
 
 SIGHTED = ("sft", "dpo")

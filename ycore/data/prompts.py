@@ -13,7 +13,7 @@ from ycore.data.row_images import images_of, with_marks
 from ycore.data.rows import FORMS, RoleOrders, RowNeeds, RowReader, renamed
 from ycore.data.source import read_table
 from ycore.errors import DataError
-from ycore.run.images import ImageStore
+from ycore.run.files import ImageStore
 from ycore.types import NO_PROMPT, Content, Image, Message, Prompt, Record
 
 if TYPE_CHECKING:

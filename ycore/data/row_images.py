@@ -8,7 +8,7 @@ from typing import Any
 
 from ycore.data.cells import IMAGE_BLOCKS, IMAGE_COLUMNS, TableRow, listed_cell
 from ycore.errors import DataError
-from ycore.run.images import MAX_BYTES, ImageStore, png_of
+from ycore.run.files import MAX_PICTURE_BYTES, ImageStore, png_of
 from ycore.types import IMAGE_MARK, Content, Image, Message
 
 _HUB_MARK = "<image>"  # in a text, by LLaVA's datasets and others after it
@@ -140,7 +140,7 @@ def _read(name: str, folder: Path | None, place: str) -> bytes:
     path = folder / Path(name).expanduser()
     try:
         with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
+            return file.read(MAX_PICTURE_BYTES + 1)
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise DataError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from ycore.engine.vllm_plugin import use_pillow
 from ycore.errors import ModelError
-from ycore.run.images import ImageStore
+from ycore.run.files import ImageStore
 from ycore.types import Prompt, in_blocks
 
 

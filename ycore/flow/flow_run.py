@@ -20,6 +20,10 @@ from ycore.flow.flow_math import SamplingPath, time_grid
 from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.learner import Learner
 from ycore.flow.picture_rounds import (
+    FlowPolicy,
+    OnePicture,
+    PictureEngine,
+    Trajectories,
     conditions,
     contact_sheet,
     drop_pictures,
@@ -27,18 +31,10 @@ from ycore.flow.picture_rounds import (
     picture_controller,
 )
 from ycore.flow.picture_scoring import picture_scoring
-from ycore.flow.sampler import FlowPolicy, OnePicture, PictureEngine, Trajectories
 from ycore.round.journal import Journal
-from ycore.run.checkpoints import (
-    CheckpointWriter,
-    RankGroup,
-    checkpoint_of,
-    controller_file,
-    newest_for,
-    step_of,
-)
 from ycore.run.claim import check_contents, contents_of
 from ycore.run.files import (
+    ImageStore,
     RunFolder,
     make_folder,
     read_json,
@@ -46,8 +42,15 @@ from ycore.run.files import (
     sync_tree,
     write_json_atomic,
 )
-from ycore.run.images import ImageStore
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
+from ycore.run.resuming import (
+    CheckpointWriter,
+    RankGroup,
+    checkpoint_of,
+    controller_file,
+    newest_for,
+    step_of,
+)
 from ycore.run.secrets import load_config
 from ycore.types import JsonObject, Record
 

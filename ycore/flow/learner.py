@@ -20,7 +20,7 @@ from ycore.flow.flow_math import (
     velocity_penalty,
 )
 from ycore.flow.flow_settings import FlowConfig
-from ycore.flow.sampler import FlowPolicy, Picture, Trajectories, Weights
+from ycore.flow.picture_rounds import FlowPolicy, Picture, Trajectories, Weights
 from ycore.scoring.group_rewards import can_teach, compared_rewards, min_stds
 from ycore.types import Group, number_from
 

@@ -7,12 +7,11 @@ from typing import Any
 from ycore.config.schema import EngineSettings, RewardConfig
 from ycore.engine.judge_engine import RemoteJudge
 from ycore.flow.flow_settings import IMAGES, FlowConfig
-from ycore.flow.sampler import Picture
+from ycore.flow.picture_rounds import Picture
+from ycore.judge.declaration import JUDGE_PREFIX, judge_of
 from ycore.judge.question import Questioner
-from ycore.judge.sources import JUDGE_PREFIX, judge_of
 from ycore.rewards.loading import reward_names
-from ycore.run.files import RunFolder
-from ycore.run.images import ImageStore
+from ycore.run.files import ImageStore, RunFolder
 from ycore.scoring.judge_scorer import JudgeMeter, JudgeScorer
 from ycore.scoring.scoring import PendingGroup, RuleScorer, Scorer, Scoring, reward_pool
 from ycore.types import Completion, Prompt, Score

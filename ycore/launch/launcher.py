@@ -23,11 +23,11 @@ from ycore.launch.layout import WAITS, Site, on_machine, site_of
 from ycore.launch.machine_checks import check_run
 from ycore.launch.machines import Machines, meeting
 from ycore.launch.supervise import RunKind, Supervisor, TrainerLimits
-from ycore.run.checkpoints import checkpoints_in, step_of
 from ycore.run.claim import Claim, claim, run_facts
 from ycore.run.files import RunFolder, as_run_error, read_json, write_json_atomic
 from ycore.run.interrupt import StopRequests
 from ycore.run.metrics import Status, read_metrics, summarise
+from ycore.run.resuming import checkpoints_in, step_of
 from ycore.run.secrets import redact
 from ycore.run.text import Say, as_duration, topic
 from ycore.view.activity import RunActivity

@@ -21,11 +21,11 @@ from ycore.launch.processes import (
     start_trainer,
     write_stacks,
 )
-from ycore.run.checkpoints import checkpoints_in, step_of
 from ycore.run.files import RunFolder
 from ycore.run.interrupt import StopRequests
 from ycore.run.metrics import MetricsFollower
 from ycore.run.reports import forget_reports
+from ycore.run.resuming import checkpoints_in, step_of
 from ycore.view.activity import RunActivity
 from ycore.view.progress import RunProgress
 

@@ -9,7 +9,7 @@ from typing import Any
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.config.trl_arguments import derive_batch, micro_batch_sizes
 from ycore.errors import ConfigError
-from ycore.judge.sources import JUDGE_PREFIX
+from ycore.judge.declaration import JUDGE_PREFIX
 from ycore.models.model_facts import model_facts
 from ycore.plan.devices import (
     GIB,

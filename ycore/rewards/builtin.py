@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, PositiveFloat, ValidationError
 
-from ycore.config.problems import declared_error
+from ycore.config.resolve import declared_error
 from ycore.config.schema import Positive, RewardConfig, Strict
 from ycore.data.cells import golds_of, last_boxed
 from ycore.errors import RewardError

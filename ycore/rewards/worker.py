@@ -24,7 +24,7 @@ from ycore.errors import RewardError
 from ycore.rewards.answers import with_thinking_opened, without_thinking
 from ycore.rewards.builtin import LIBRARIES, READ_ANSWERS, Reward
 from ycore.rewards.loading import IN_THINKING, Inputs, inputs_of, load_reward
-from ycore.run.images import ImageStore
+from ycore.run.files import ImageStore
 from ycore.sandbox.channel import Channel, exception_line
 from ycore.types import JsonObject, Record, in_blocks
 

@@ -24,8 +24,7 @@ from ycore.round.peers import Peers
 from ycore.round.rank_engines import EngineList, RankEngines, sampling_of
 from ycore.round.sampling import WHOLE, DrawSource, Rules, Shard, rules_of
 from ycore.round.step import Controller, ShareWeights
-from ycore.run.files import RunFolder
-from ycore.run.images import ImageStore
+from ycore.run.files import ImageStore, RunFolder
 from ycore.scoring.judge_scorer import judge_questions
 from ycore.scoring.scorers import build_scoring, trains_a_judge
 from ycore.scoring.scoring import Policy, Scoring

@@ -1,29 +1,29 @@
-"""Resume a run: the rounds of its journal on disk, and the checkpoint that it starts from.
+"""Resume a run: the rounds of its journal on disk, its checkpoints, and the one that it starts from.
 
+A checkpoint is whole or not there: written beside, flushed, listed in a manifest, then renamed into place. All ranks
+publish one together or not at all, and none without room on the disk.
+
+checkpoints/.saving-checkpoint-8/       being written; cleared at the next start
+checkpoints/checkpoint-8/manifest.json  written last, sealed: every file with its size and sha256
+checkpoints/damaged-checkpoint-6/       did not verify; passed over, never deleted
 journal/round-000007-rank-0.json    two lines of JSON: a header with the sha256 of the second, and the round
 """
 
 import contextlib
+import hashlib
+import os
 import re
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
 
-from ycore.errors import ConfigError, RunFolderError
-from ycore.run.checkpoints import (
-    MIN_KEPT,
-    check_ranks,
-    checkpoint_of,
-    checkpoint_problem,
-    checkpoints_in,
-    newest_for,
-    newest_whole,
-    read_checkpoint_manifest,
-    set_aside_after,
-    step_of,
-)
+from ycore.errors import ConfigError, RunError, RunFolderError, YcoreError
 from ycore.run.claim import (
     Claim,
     Resume,
@@ -33,8 +33,405 @@ from ycore.run.claim import (
     in_words,
     write_description,
 )
-from ycore.run.files import RunFolder, read_regular, seal, sync, unseal, write_bytes_atomic
+from ycore.run.files import (
+    MAX_SETTINGS_BYTES,
+    RunFolder,
+    is_disk_full,
+    make_folder,
+    read_regular,
+    seal,
+    sync,
+    unseal,
+    write_bytes_atomic,
+)
 from ycore.run.text import Say
+from ycore.run.work import working
+
+SCHEMA = 2
+MIN_KEPT = 2  # checkpoints that are kept whatever the settings say: one may turn out damaged
+
+_MANIFEST = "manifest.json"
+_PREFIX = "checkpoint-"
+_SPARE = 1.1  # of the last checkpoint's size must be free for the next one
+_SAVING = ".saving-"
+_DROPPING = ".dropping-"
+_OPTIMIZER = "optimizer.pt"  # whole: one state for all ranks
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
+"""Suffixes of a model's weights, or of the shards of a model and its optimizer."""
+
+
+class Fingerprint(BaseModel):
+    """Size and sha256 of a file as it was written."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Manifest(BaseModel):
+    """The files of a checkpoint; their names are relative to its folder."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: Annotated[int, Field(ge=0)]
+    world: Annotated[int, Field(ge=1, le=100_000)]
+    files: dict[str, Fingerprint]
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    return folder / f"{_PREFIX}{step}"
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return every published checkpoint, oldest first; none of them is read or verified."""
+    paths = folder.glob(f"{_PREFIX}*")
+    return sorted(
+        (path for path in paths if path.name.removeprefix(_PREFIX).isdigit()), key=step_of
+    )
+
+
+def staging(folder: Path, step: int) -> Path:
+    """Return the folder in which to write `checkpoint-STEP` before it is published."""
+    return folder / f"{_SAVING}{_PREFIX}{step}"
+
+
+def publish(folder: Path, step: int, *, world: int) -> Path:
+    """Add the manifest to what was staged and give it its name: from here on the checkpoint exists.
+
+    A checkpoint of the same step is replaced: the run went back behind it and came here again.
+
+    Args:
+        folder: the run's checkpoints.
+        step: optimizer steps taken.
+        world: the number of ranks, each of which has written its own state.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    staged = staging(folder, step) / f"{_PREFIX}{step}"
+    place = checkpoint_of(folder, step)
+    files = sorted(
+        path for path in staged.rglob("*") if path.is_file() and path.name != _MANIFEST
+    )
+    for path in files:
+        sync(path)
+    names = [str(path.relative_to(staged)) for path in files]
+    listed = dict(zip(names, _fingerprints(files), strict=True))
+    write_bytes_atomic(
+        staged / _MANIFEST,
+        seal({"schema": SCHEMA}, Manifest(step=step, world=world, files=listed).model_dump()),
+    )
+    for inner in (path for path in (staged, *staged.rglob("*")) if path.is_dir()):
+        sync(inner)
+    if place.is_dir():
+        _drop(place)
+    os.rename(staged, place)
+    sync(folder)
+    staged.parent.rmdir()
+    return place
+
+
+def read_checkpoint_manifest(checkpoint: Path) -> Manifest:
+    """Return a checkpoint's manifest; RunFolderError where it is missing or damaged, or lists too little."""
+    path = checkpoint / _MANIFEST
+    try:
+        _, content = unseal(read_regular(path, max_bytes=MAX_SETTINGS_BYTES), schema=SCHEMA)
+        manifest = Manifest.model_validate(content)
+    except FileNotFoundError:
+        raise RunFolderError(f"{_MANIFEST} is missing, which is written last") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RunFolderError(
+            f"{_MANIFEST} is damaged ({where or 'its body'}: {first['msg']})"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunFolderError(f"{_MANIFEST} is damaged ({error})") from None
+    if lacking := _lacking(manifest):
+        raise RunFolderError(f"{_MANIFEST} lists no {lacking}, without which no run goes on")
+    return manifest
+
+
+def _lacking(manifest: Manifest) -> str | None:
+    """Return what this checkpoint lacks of that which every checkpoint has, whatever trains it."""
+    needed = ["trainer_state.json", "rng_state.pth"]
+    if manifest.world > 1:
+        needed[1:] = [f"rng_state_{rank}.pth" for rank in range(manifest.world)]
+    for name in needed:
+        if name not in manifest.files:
+            return name
+    if any(Path(name).suffix in _WEIGHTS and name not in needed for name in manifest.files):
+        return None
+    return "weights"
+
+
+def checkpoint_problem(checkpoint: Path) -> str | None:
+    """Say in a few words why a checkpoint does not verify; None where every file is there, whole and unchanged."""
+    try:
+        manifest = read_checkpoint_manifest(checkpoint)
+        if manifest.step != step_of(checkpoint):
+            return f"its manifest is of step {manifest.step}"
+        return _first_damage(checkpoint, manifest.files)
+    except (RunFolderError, OSError) as error:
+        return str(error)
+
+
+def _first_damage(checkpoint: Path, expected: dict[str, Fingerprint]) -> str | None:
+    paths = {name: checkpoint / name for name in expected}
+    for name, path in paths.items():
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected[name].bytes:
+            return (
+                f"{name} has {path.stat().st_size} bytes, {expected[name].bytes} were written"
+            )
+    for name, fingerprint in zip(paths, _fingerprints(paths.values()), strict=True):
+        if fingerprint != expected[name]:
+            return f"{name} has changed: its sha256 is not the one that was written"
+    return None
+
+
+def newest_whole(folder: Path, *, say: Say, moves: bool = True) -> Path | None:
+    """Return the latest checkpoint that verifies; None where no checkpoint was ever saved.
+
+    Args:
+        say: takes a line for each damaged checkpoint, which is passed over.
+        moves: move damaged checkpoints aside.
+
+    Raises:
+        RunFolderError: all checkpoints are damaged.
+    """
+    reasons = []
+    for checkpoint in reversed(checkpoints_in(folder)):
+        problem = checkpoint_problem(checkpoint)
+        if problem is None:
+            return checkpoint
+        kept = f", and kept as {_move(checkpoint, 'damaged-').name}" if moves else ""
+        say(f"{checkpoint.name} is damaged ({problem}); passed over{kept}")
+        reasons.append(f"{checkpoint.name}: {problem}")
+    if reasons:
+        raise RunFolderError(
+            f"no checkpoint in {folder} verifies ({'; '.join(reasons)}); "
+            "begin again with --resume-from 0, or choose another --output"
+        )
+    return None
+
+
+def newest_for(folder: Path, *, world: int, say: Say) -> Path | None:
+    """Clear away what a killed save left, and return the newest checkpoint that verifies and fits `world` ranks."""
+    clear_leftovers(folder)
+    newest = newest_whole(folder, say=say)
+    if newest is not None:
+        check_ranks(newest, world=world)
+    return newest
+
+
+def check_ranks(checkpoint: Path, *, world: int) -> None:
+    """RunFolderError where another number of ranks saved the checkpoint, and `world` ranks cannot go on from it."""
+    manifest = read_checkpoint_manifest(checkpoint)
+    if manifest.world == world:
+        return
+    problem = None
+    if controller_file(0) not in manifest.files:
+        problem = "a run on given examples keeps its number of ranks"
+    elif _OPTIMIZER not in manifest.files:
+        problem = "the optimizer's state is in shards, one a rank"
+    elif any(name.startswith("round-") for name in manifest.files):
+        problem = "later steps still learn from its round, of which each rank has its own part"
+    if problem is not None:
+        saved = "1 rank" if manifest.world == 1 else f"{manifest.world} ranks"
+        raise RunFolderError(
+            f"{checkpoint} was saved by {saved}, and this run has {world}; {problem}; go on with --processes "
+            f"{manifest.world}, or take another checkpoint with --resume-from (0 is the beginning)"
+        )
+
+
+def controller_file(rank: int) -> str:
+    """Return the name of the file in which this rank's controller saves its state."""
+    return f"controller-{rank}.json"
+
+
+def set_aside_after(folder: Path, step: int) -> list[Path]:
+    """Move the checkpoints of later steps out of the way: the run goes on from this one."""
+    return [
+        _move(checkpoint, "aside-")
+        for checkpoint in checkpoints_in(folder)
+        if step_of(checkpoint) > step
+    ]
+
+
+def drop_oldest(folder: Path, *, keep: int | None) -> list[Path]:
+    """Remove all but the newest `keep` checkpoints (at least two; None keeps all); return those that are left."""
+    if keep is not None:
+        for old in checkpoints_in(folder)[: -max(keep, MIN_KEPT)]:
+            _drop(old)
+    return checkpoints_in(folder)
+
+
+def clear_leftovers(folder: Path) -> list[str]:
+    """Remove what a killed save or a killed removal left; return the names."""
+    leftovers = [*folder.glob(f"{_SAVING}*"), *folder.glob(f"{_DROPPING}*")]
+    for path in leftovers:
+        shutil.rmtree(path)
+    return [path.name for path in leftovers]
+
+
+def size_of(checkpoint: Path) -> int:
+    """Return the size of all its files, in bytes."""
+    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+
+
+def _drop(checkpoint: Path) -> None:
+    """Rename, then remove: half a checkpoint never has a checkpoint's name."""
+    dying = checkpoint.with_name(f"{_DROPPING}{checkpoint.name}")
+    shutil.rmtree(dying, ignore_errors=True)
+    os.rename(checkpoint, dying)
+    sync(checkpoint.parent)
+    shutil.rmtree(dying)
+
+
+def _move(checkpoint: Path, prefix: str) -> Path:
+    place = checkpoint.with_name(prefix + checkpoint.name)
+    count = 1
+    while place.exists():
+        count += 1
+        place = checkpoint.with_name(f"{prefix}{checkpoint.name}-{count}")
+    os.rename(checkpoint, place)
+    sync(checkpoint.parent)
+    return place
+
+
+def _fingerprints(files: Iterable[Path]) -> list[Fingerprint]:
+    """Hash several files at once, as hashing releases the interpreter."""
+
+    def fingerprint(path: Path) -> Fingerprint:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return Fingerprint(bytes=path.stat().st_size, sha256=sha256)
+
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(fingerprint, files))
+
+
+# -- written by all ranks together, and not without room ---------------------------------------------------------------
+
+
+class RankGroup(NamedTuple):
+    """The ranks that write a checkpoint together, as one of them sees it."""
+
+    rank: int = 0
+    world: int = 1
+    is_first_of_machine: bool = True
+    meet: Callable[[], None] = lambda: None  # returns when every rank has called it
+
+
+class CheckpointWriter:
+    """Example: `with writer.saving(step) as staged: write_into(staged / f"checkpoint-{step}")`.
+
+    Args:
+        expected_bytes: rough size of a checkpoint.
+        keep: how many checkpoints stay; None keeps all.
+        prune: drops the rounds of steps before the oldest checkpoint; None keeps them.
+    """
+
+    def __init__(
+        self,
+        home: RunFolder,
+        *,
+        expected_bytes: int,
+        keep: int | None,
+        ranks: RankGroup,
+        prune: Callable[[int], None] | None = None,
+    ) -> None:
+        make_folder(home.checkpoints)
+        self._folder = home.checkpoints
+        self._metrics = home.metrics
+        self._expected_bytes = expected_bytes
+        self._keep = keep
+        self._ranks = ranks
+        self._prune = prune
+        self.saved_step = 0
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[Path]:
+        """Give the folder for `checkpoint-STEP`, published on leaving; all ranks come here together."""
+        staged = staging(self._folder, step)
+        ranks = self._ranks
+        leads = ranks.rank == 0
+        try:
+            with working("saving a checkpoint"):
+                if leads:
+                    self._stage(staged, step)
+                ranks.meet()
+                if not staged.is_dir() and ranks.is_first_of_machine:
+                    leads = True  # a machine that does not share the run folder publishes what its ranks wrote
+                    self._stage(staged, step)
+                ranks.meet()
+                yield staged
+                ranks.meet()
+                if leads:
+                    sync(self._metrics)  # its steps are not taken again from here on
+                    publish(self._folder, step, world=ranks.world)
+                    drop_oldest(self._folder, keep=self._keep)
+                ranks.meet()
+        except YcoreError:
+            raise
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if leads:
+                # This makes room for the last lines of logs and summary.
+                shutil.rmtree(staged, ignore_errors=True)
+            # torch reports that a write failed, but not why.
+            is_nearly_full = self._free_bytes() < (self._last_bytes() or self._expected_bytes)
+            if is_disk_full(error) or is_nearly_full:
+                raise RunError(self._no_room(step)) from error
+            raise
+        self.saved_step = step
+        if self._prune is not None:
+            self._prune(step_of(checkpoints_in(self._folder)[0]))
+
+    def check_room(self) -> None:
+        """RunError if the disk has no room for the checkpoints that a run keeps."""
+        needed = MIN_KEPT * self._expected_bytes
+        free = self._free_bytes()
+        if self._ranks.rank == 0 and not checkpoints_in(self._folder) and free < needed:
+            raise RunError(
+                f"{MIN_KEPT} checkpoints take about {needed / 1e6:.0f} MB, and {self._folder} has {free / 1e6:.0f} MB "
+                "free; make room, or choose another --output"
+            )
+
+    def _stage(self, staged: Path, step: int) -> None:
+        self._check_spare_room(step)
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(mode=0o700)
+
+    def _check_spare_room(self, step: int) -> None:
+        """RunError before anything is written: as much as the last checkpoint took must be free."""
+        last_bytes = self._last_bytes()
+        if last_bytes is not None and self._free_bytes() < int(_SPARE * last_bytes):
+            raise RunError(self._no_room(step))
+
+    def _no_room(self, step: int) -> str:
+        whole = checkpoints_in(self._folder)
+        last = "there is none yet, and the journal holds the rounds"
+        if whole:
+            last = f"{whole[-1].name} is whole"
+        return (
+            f"no room for the checkpoint of step {step} in {self._folder} ({self._free_bytes() / 1e6:.1f} MB free); "
+            f"{last}: make room, and go on with --resume"
+        )
+
+    def _last_bytes(self) -> int | None:
+        whole = checkpoints_in(self._folder)
+        return size_of(whole[-1]) if whole else None
+
+    def _free_bytes(self) -> int:
+        return shutil.disk_usage(self._folder).free
+
 
 _ROUND_SCHEMA = 1
 _MAX_ROUND_BYTES = 2**33

@@ -21,7 +21,16 @@ from ycore.engine.judge_engine import (
 )
 from ycore.engine.kinds import EngineKind
 from ycore.errors import ConfigError, ModelError, RewardError
-from ycore.judge.declaration import POLICY_BASE, JsonVerdict, Judge, ScoreVerdict
+from ycore.judge.declaration import (
+    JUDGE_PREFIX,
+    POLICY_BASE,
+    JsonVerdict,
+    Judge,
+    ScoreVerdict,
+    judge_of,
+    model_name,
+    require_columns,
+)
 from ycore.judge.question import (
     Question,
     Questioner,
@@ -29,12 +38,6 @@ from ycore.judge.question import (
     special_tokens,
     verdict_code,
     with_pictures,
-)
-from ycore.judge.sources import (
-    JUDGE_PREFIX,
-    judge_of,
-    model_name,
-    require_columns,
 )
 from ycore.judge.verdict import (
     Reply,
@@ -50,7 +53,7 @@ from ycore.judge.verdict import (
 )
 from ycore.models.names import reads_text_only, resolve_model
 from ycore.placement.placement import JUDGE
-from ycore.run.images import ImageStore
+from ycore.run.files import ImageStore
 from ycore.run.tasks import together
 from ycore.scoring.scoring import (
     NO_IMAGES,

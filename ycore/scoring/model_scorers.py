@@ -14,14 +14,14 @@ from ycore.engine.judge_engine import QuestionRefused, RemoteTeacher, key_header
 from ycore.engine.kinds import VLLM, EngineKind
 from ycore.errors import ConfigError, ModelError
 from ycore.foreign import ForeignRefused, foreign_json
-from ycore.judge.question import break_special_tokens, special_tokens
-from ycore.judge.sources import (
+from ycore.judge.declaration import (
     RewardModel,
     Teacher,
     reward_model_of,
     teacher_of,
     teachers_of,
 )
+from ycore.judge.question import break_special_tokens, special_tokens
 from ycore.models.names import read_settings, resolve_model
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.rewards.builtin import (

@@ -8,12 +8,11 @@ from ycore.config.schema import AGREES, TEACHER, RewardConfig, RunConfig, Scored
 from ycore.data.prompts import PromptSet
 from ycore.engine.kinds import EngineKind
 from ycore.errors import ConfigError, RewardError
-from ycore.judge.sources import JUDGE_PREFIX, REWARD_MODEL_PREFIX, teachers_of
+from ycore.judge.declaration import JUDGE_PREFIX, REWARD_MODEL_PREFIX, teachers_of
 from ycore.placement.placement import JUDGE, ROLLOUT, check_placement, in_order, parse_placement
 from ycore.rewards.builtin import CODE, ENVIRONMENT, REFERENCE
 from ycore.rewards.loading import reward_names
-from ycore.run.files import RunFolder
-from ycore.run.images import ImageStore
+from ycore.run.files import ImageStore, RunFolder
 from ycore.run.metrics import Meter
 from ycore.scoring.scoring import (
     Policy,

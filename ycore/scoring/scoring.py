@@ -35,8 +35,7 @@ from ycore.placement.slots import SlotLease, Slots
 from ycore.rewards.answers import without_thinking
 from ycore.rewards.loading import IN_THINKING, Inputs
 from ycore.rewards.worker_client import AUTO, RewardWorker, check_reward, reward_confinement
-from ycore.run.files import RunFolder
-from ycore.run.images import ImageStore
+from ycore.run.files import ImageStore, RunFolder
 from ycore.run.metrics import CountMeter, Meter
 from ycore.run.tasks import together
 from ycore.sandbox.confined_worker import CallFailed

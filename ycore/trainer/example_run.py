@@ -19,8 +19,7 @@ from ycore.evaluation.during_training import Evaluation
 from ycore.evaluation.held_out import as_metrics
 from ycore.round.assemble import load_tokenizer
 from ycore.run.claim import contents_of
-from ycore.run.files import RunFolder, read_json
-from ycore.run.images import ImageStore
+from ycore.run.files import ImageStore, RunFolder, read_json
 from ycore.run.secrets import load_config
 from ycore.trainer.training_run import Checkpoints, TrainingRun
 from ycore.trl.build import load_trainer_class

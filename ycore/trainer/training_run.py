@@ -33,7 +33,11 @@ from ycore.errors import Interrupted, RunError
 from ycore.evaluation.during_training import EndedEarly
 from ycore.round.journal import reshard_states
 from ycore.round.step import Controller
-from ycore.run.checkpoints import (
+from ycore.run.claim import check_contents
+from ycore.run.files import RunFolder, read_json, sync, sync_tree, write_json_atomic
+from ycore.run.metrics import MetricsWriter, is_evaluation
+from ycore.run.reports import this_rank
+from ycore.run.resuming import (
     CheckpointWriter,
     RankGroup,
     checkpoint_of,
@@ -42,10 +46,6 @@ from ycore.run.checkpoints import (
     read_checkpoint_manifest,
     step_of,
 )
-from ycore.run.claim import check_contents
-from ycore.run.files import RunFolder, read_json, sync, sync_tree, write_json_atomic
-from ycore.run.metrics import MetricsWriter, is_evaluation
-from ycore.run.reports import this_rank
 from ycore.trl.base import BaseTrainer
 from ycore.trl.batches import MicroBatches, RoundPosition
 from ycore.trl.build import build_trainer, compute_dtype

@@ -26,7 +26,7 @@ from ycore.advantages import ESTIMATORS
 from ycore.config.learners import DistillConfig, DistillSettings
 from ycore.config.schema import TEACHER
 from ycore.errors import ConfigError
-from ycore.judge.sources import teachers_of
+from ycore.judge.declaration import teachers_of
 from ycore.models.fetch import fetch_named
 from ycore.trl.batches import Batch, loss_mask
 from ycore.trl.forward import Compare, PaddedRows, has_plain_logits, packed_scores, score_tokens

@@ -14,11 +14,10 @@ from tests.chaos.power.disk import Disk, World, follow
 from tests.chaos.power.recording import Operation, is_ignored
 from tests.chaos.power.scenarios import RUN, Recording
 from ycore.errors import YcoreError
-from ycore.run.checkpoints import newest_for, step_of
 from ycore.run.claim import AS_IT_WAS, check_claim, is_finished, stored_config
 from ycore.run.files import LineFollower, RunFolder
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
-from ycore.run.resuming import read_round, round_file, rounds_in, settle
+from ycore.run.resuming import newest_for, read_round, round_file, rounds_in, settle, step_of
 from ycore.run.trace import Mark, TraceWriter, new_events
 
 State = Mapping[str, bytes | None]

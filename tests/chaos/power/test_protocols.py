@@ -23,7 +23,7 @@ State = dict[str, bytes | None]
 DEEDS = """
 import sys
 from pathlib import Path
-from ycore.run.checkpoints import drop_oldest, publish, staging
+from ycore.run.resuming import drop_oldest, publish, staging
 from ycore.run.claim import claim
 from ycore.run.files import sync, sync_tree, write_json_atomic
 from ycore.run.metrics import MetricsWriter

@@ -30,6 +30,11 @@ ADD: dict[str, Any] = {
 ADDS = ToolSet((ADD,))
 GAME = ToolSet((), takes_text=True, pays=True)
 
+
+def names_of(tool_set: ToolSet) -> list[str]:
+    return [tool["function"]["name"] for tool in tool_set.tools]
+
+
 SMOL = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
     "You help<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' +"

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.rollout.talks import names_of
 from ycore.config.schema import RunConfig, TurnSettings
 from ycore.errors import ConfigError
+from ycore.rollout import mcp_server
 from ycore.rollout.mcp_server import McpServer
 from ycore.rollout.tool_pool import Answer, Episode, ToolPool, describe_tools
 from ycore.types import Prompt
@@ -134,17 +136,18 @@ def test_what_a_server_says_is_read_by_the_protocol(
     ],
 )
 def test_a_command_that_starts_no_server_is_refused_in_one_line(
-    command: str, problem: str
+    command: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(mcp_server, "START_S", 0.3 if "sleep" in command else 20)
     with pytest.raises(ConfigError) as refused:
-        print(McpServer(f"mcp:{command}", start_s=0.3 if "sleep" in command else 20).tools)
+        print(McpServer(f"mcp:{command}").tools)
     assert problem in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_server_of_the_official_library_is_described_once_before_a_run(place: Path) -> None:
     pytest.importorskip("mcp", reason="the package mcp is not installed")
     found = describe_tools(config_of("mcp:python notes.py"))[None]
-    assert found.names == ("add_note", "fail", "look", "end")
+    assert names_of(found) == ["add_note", "fail", "look", "end"]
     function = found.tools[0]["function"]
     assert function["description"] == "Keep a note." and list(
         function["parameters"]["properties"]
@@ -266,9 +269,10 @@ def test_whatever_a_server_answers_it_is_refused_in_one_line(
 ) -> None:
     (tmp_path / "bad.py").write_text(BAD)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mcp_server, "START_S", 3.0)
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"^tool .mcp:") as refusal:
-        print(McpServer(f"mcp:{sys.executable} bad.py '{kind}'", start_s=3.0).schemas)
+        print(McpServer(f"mcp:{sys.executable} bad.py '{kind}'").schemas)
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 900
     assert time.monotonic() - began < 30
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.rollout.talks import dialogue_of
+from tests.rollout.talks import dialogue_of, names_of
 from ycore.config.schema import RunConfig
 from ycore.data.prompts import load_prompts
 from ycore.errors import ConfigError
@@ -451,7 +451,8 @@ def test_a_run_s_tools_are_described_once_or_refused_in_one_line(
     (found,) = describe_tools(
         config_of(place, tools=["tools.py:add", "python"], env="tools.py:Walk")
     ).values()
-    assert found.names == ("add", "python", "step_on") and found.pays and not found.takes_text
+    assert names_of(found) == ["add", "python", "step_on"]
+    assert found.pays and not found.takes_text
     assert describe_tools(config_of(place)) == {}
     with pytest.raises(ConfigError, match="two tools are named 'add'"):
         describe_tools(config_of(place, tools=["tools.py:add", "tools.py:add"]))
@@ -473,9 +474,9 @@ def test_each_row_meets_the_environment_that_it_names_as_in_trl(
         update={"dataset": "rows.jsonl"}
     )
     described = describe_tools(config)
-    assert {name: one.names for name, one in described.items()} == {
-        "ask": ("look_up",),
-        "Spell": ("letters", "look_up"),
+    assert {name: names_of(one) for name, one in described.items()} == {
+        "ask": ["look_up"],
+        "Spell": ["letters", "look_up"],
     }
     assert [one.pays for one in described.values()] == [False, True]
     talks = {

@@ -1,5 +1,4 @@
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,7 +148,7 @@ def test_an_inherited_environment_is_found(one: Level, monkeypatch: pytest.Monke
 
     def leaky(*arguments, **keywords):
         launch = confined_launch(*arguments, **keywords)
-        return replace(launch, environment={**os.environ, **launch.environment})
+        return launch._replace(environment={**os.environ, **launch.environment})
 
     monkeypatch.setattr(level, "confined_launch", leaky)
     answer = self_test(one)
@@ -168,7 +167,7 @@ def test_an_open_tree_of_files_is_found(monkeypatch: pytest.MonkeyPatch) -> None
         wide = [
             part for name in ("/etc", "/home", "/var") for part in ("--ro-bind-try", name, name)
         ]
-        return replace(launch, command=[*launch.command[:at], *wide, *launch.command[at:]])
+        return launch._replace(command=[*launch.command[:at], *wide, *launch.command[at:]])
 
     monkeypatch.setattr(level, "confined_launch", leaky)
     answer = self_test(Level.NAMESPACES)

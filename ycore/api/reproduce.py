@@ -8,9 +8,10 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 from ycore.config.algorithms import ALGORITHMS
 from ycore.run.files import RunFolder, read_json, write_json_atomic
@@ -26,8 +27,7 @@ _SHARE_INSIDE = 0.8  # of a run's steps
 _T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-@dataclass(frozen=True)
-class BandVerdict:
+class BandVerdict(NamedTuple):
     """A run, or a stage of it, against its band."""
 
     run: str  # its seed, `2`, or a pipeline's stage, `2/sft`
@@ -78,7 +78,7 @@ def compare_seeds(
     page = write_report(records, root / "report.html")
     result = {
         "finals": finals,
-        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "verdicts": [verdict._asdict() for verdict in verdicts],
         "page": str(page),
     }
     write_json_atomic(root / "reproduce.json", result)

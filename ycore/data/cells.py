@@ -18,7 +18,7 @@ from ycore.errors import DataError, nearest
 from ycore.types import IMAGE_MARK, Content, JsonObject, Message, Record
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table:
     """Rows by column name; a row may lack a column that another has.
 
@@ -51,9 +51,9 @@ class Table:
     def require_column(self, name: str, option: str) -> None:
         """DataError where the table lacks a column that the user named by `option`."""
         if not self.has(name):
-            way_out = nearest(name, self.columns) or "; take one of them"
             raise DataError(
-                f"{self.name} has no column {name!r} ({option}); it has {self.listed_columns}{way_out}"
+                f"{self.name} has no column {name!r} ({option}); it has {self.listed_columns}"
+                f"{nearest(name, self.columns) or '; take one of them'}"
             )
 
 
@@ -194,13 +194,11 @@ def _turn(turn: Any, label: str, row: TableRow, aliases: dict[str, str]) -> Mess
     name = turn.get("from") if turn.get("role") is None else turn["role"]
     content = turn.get("value") if turn.get("content") is None else turn["content"]
     content = _without_blocks(content, label, row)
-    rest = {}
-    if not turn.keys() <= _TURN_KEYS:
-        rest = {
-            str(key): value
-            for key, value in turn.items()
-            if key not in _TURN_KEYS and value is not None and value != []
-        }
+    rest = {
+        str(key): value
+        for key, value in turn.items()
+        if key not in _TURN_KEYS and value is not None and value != []
+    }
     if not isinstance(name, str) or not name:
         raise DataError(_not_a_turn(turn, label, row))
     role = ROLES.get(name) or ROLES.get(name.strip().lower())

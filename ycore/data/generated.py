@@ -24,7 +24,7 @@ _SALT = "2 "
 
 _MAX_SIZE = 1_000_000
 _MAX_SHUFFLED = 1 << 18  # a task with more questions draws them in place of shuffling all
-_JSON = (str, int, float, bool, Mapping, list, tuple, type(None))
+_TAKE_ONE = "; take one of them"
 _GYM_DRAWS_PER_ROW = (
     12  # a test question is one of five: draws enough to find as many as wanted
 )
@@ -33,14 +33,14 @@ _GYM_DRAWS_PER_ROW = (
 def task_table(text: str, *, split: str, seed: int) -> Table:
     name, texts = _parse(text, split)
     if name not in TASKS:
-        way_out = nearest(name, TASKS) or "; take one of them"
-        raise DataError(f"no task {name!r}; there are {', '.join(TASKS)}{way_out}")
+        raise DataError(
+            f"no task {name!r}; there are {', '.join(TASKS)}{nearest(name, TASKS) or _TAKE_ONE}"
+        )
     limits = {"digits": ("1", 9), "size": ("1000", _MAX_SIZE)}
     for key in texts:
         if key not in limits:
-            way_out = nearest(key, limits) or "; take one of them"
             raise DataError(
-                f"the task {name!r} has no argument {key!r}; it has {', '.join(limits)}{way_out}"
+                f"the task {name!r} has no argument {key!r}; it has {', '.join(limits)}{nearest(key, limits) or _TAKE_ONE}"
             )
     arguments = {
         key: _positive_number(text, key, texts.get(key, default), most=most)
@@ -68,17 +68,20 @@ def gym_table(text: str, *, split: str, seed: int) -> Table:
             ) from None
         question = entry["question"]
         if question not in rows and _is_in_split(f"{name} {question}", split):
-            kept = {"gym_task": name, "gym_entry": json.dumps(_without_objects(entry))}
-            rows[question] = {"prompt": question, "answer": entry["answer"], **kept}
+            rows[question] = {
+                "prompt": question,
+                "answer": entry["answer"],
+                "gym_task": name,
+                "gym_entry": json.dumps(entry, default=str, skipkeys=True),
+            }
     return Table(text, list(rows.values()), ("prompt", "answer", "gym_task", "gym_entry"))
 
 
 def _parse(text: str, split: str) -> tuple[str, dict[str, str]]:
     """Return name and arguments; DataError for a split that does not exist."""
     if split not in _SPLITS:
-        way_out = nearest(split, _SPLITS) or "; take one of them"
         raise DataError(
-            f"{text} has the splits {' and '.join(_SPLITS)}, not {split!r}{way_out}"
+            f"{text} has the splits {' and '.join(_SPLITS)}, not {split!r}{nearest(split, _SPLITS) or _TAKE_ONE}"
         )
     return parse_name(text)
 
@@ -179,34 +182,18 @@ def _gym_dataset(
             f"{text} needs the package reasoning-gym: pip install 'ycore[gym]'"
         ) from None
     if name not in DATASETS:
-        way_out = (
-            nearest(name, DATASETS)
-            or f"; there are {len(DATASETS)}, such as chain_sum and countdown"
+        raise DataError(
+            f"reasoning-gym has no task {name!r} of its {len(DATASETS)}, such as chain_sum{nearest(name, DATASETS)}"
         )
-        raise DataError(f"reasoning-gym has no task {name!r}{way_out}")
     known = [
         field.name for field in fields(DATASETS[name][1]) if field.name not in ("size", "seed")
     ]
     for key in texts:
         if key not in known:
-            way_out = nearest(key, known) or "; take one of them"
             raise DataError(
-                f"{text}: no argument {key!r}; there are size, {', '.join(known)}{way_out}"
+                f"{text}: no argument {key!r}; there are size, {', '.join(known)}{nearest(key, known) or _TAKE_ONE}"
             )
     try:
         return create_dataset(name, size=size, seed=seed, **typed_arguments(texts))
     except (ValueError, TypeError, AssertionError) as problem:
         raise DataError(f"{text}: {problem}; change that argument") from None
-
-
-def _without_objects(value: Any) -> Any:
-    """Return `value` without what JSON cannot hold."""
-    if isinstance(value, Mapping):
-        return {
-            str(key): _without_objects(item)
-            for key, item in value.items()
-            if isinstance(item, _JSON)
-        }
-    if isinstance(value, list | tuple):
-        return [_without_objects(item) for item in value if isinstance(item, _JSON)]
-    return value

@@ -26,7 +26,7 @@ RESERVED_COLUMNS = frozenset(
 """Keywords that every reward function is called with: a column of that name is not passed on."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PromptSet:
     """Every prompt of a run. A prompt of a JSONL, Parquet or hub dataset is read each time it is drawn.
 

@@ -38,7 +38,7 @@ ANSWERS = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # looked up for each row
+@dataclass(eq=False)  # looked up for each row
 class Form:
     """Where a kind of dataset has its question and its answer.
 
@@ -88,11 +88,28 @@ EXPECTED = frozenset(
     {
         *SYSTEM_COLUMNS,
         *REASONING_COLUMNS,
-        *("history", "tools", "functions", "context", "input", "starter_code", "instruction"),
-        *("documents", "chat_template_kwargs", "weight", "weights", "loss_mask", "margin"),
-        "system_message",
-        *("inputs", "choices", "options", "passage", "role", "context_messages", "trajectory"),
         *IMAGE_COLUMNS,
+        "history",
+        "tools",
+        "functions",
+        "context",
+        "input",
+        "starter_code",
+        "instruction",
+        "documents",
+        "chat_template_kwargs",
+        "weight",
+        "weights",
+        "loss_mask",
+        "margin",
+        "system_message",
+        "inputs",
+        "choices",
+        "options",
+        "passage",
+        "role",
+        "context_messages",
+        "trajectory",
     }
 )
 """Columns that trainers read, in any case: the plan warns where one is there and is not used."""
@@ -105,14 +122,16 @@ _CHAT_BEGINS = (
     "<|start_header_id|>",
 )
 _CHAT_ENDS = (
-    *(
-        "<|im_start|>assistant",
-        "[/INST]",
-        "<|end_header_id|>",
-        "<start_of_turn>model",
-        "<|assistant|>",
-    ),
-    *("### Response:", "### Assistant:", "### Answer:", "ASSISTANT:", "\nAssistant:"),
+    "<|im_start|>assistant",
+    "[/INST]",
+    "<|end_header_id|>",
+    "<start_of_turn>model",
+    "<|assistant|>",
+    "### Response:",
+    "### Assistant:",
+    "### Answer:",
+    "ASSISTANT:",
+    "\nAssistant:",
 )
 
 _OPENED = re.compile("|".join([r"\n[ \t]*Assistant:", *map(re.escape, _CHAT_ENDS)]))
@@ -214,13 +233,13 @@ class RowReader:
             self.table.require_column(name, "--answer-column")
             return name
         if self.needs.kind == "prompts":
-            return next((name for name in GOLD_COLUMNS if self._has_cell(name)), None)
+            row = self.table.row(0)
+            columns = self._columns
+            golds = (
+                name for name in GOLD_COLUMNS if name in columns or row.cell(name) is not None
+            )
+            return next(golds, None)
         return self._first(self.form.answers if self.form else ())
-
-    def _has_cell(self, name: str) -> bool:
-        return name in self._columns or (
-            self.table.has(name) and self.table.row(0).cell(name) is not None
-        )
 
     def prompt(self, row: TableRow) -> Content:
         """Return what the policy is asked: the question, or a conversation up to its last answer."""

@@ -53,13 +53,12 @@ def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
         table = file_table(path)
     else:
         _refuse_mistyped_schemes(name)
-        table = _hub_table(name, split=split, limit=limit)
+        table = _hub_table(name, split)
     if not table.rows:
         raise DataError(f"the dataset {table.name} is empty; a run needs at least one row")
     if limit is None or limit >= len(table.rows):
         return table
-    lines = None if table.lines is None else table.lines[:limit]
-    return replace(table, rows=[table.rows[number] for number in range(limit)], lines=lines)
+    return replace(table, rows=[table.rows[number] for number in range(limit)])
 
 
 def _saved_table(path: Path, split: str) -> Table:
@@ -87,7 +86,7 @@ def _refuse_mistyped_schemes(name: str) -> None:
         raise DataError(f"no dataset {name!r}; did you mean {f'{near}:{rest}'!r}?")
 
 
-def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
+def _hub_table(text: str, split: str) -> Table:
     """Return the rows of one split of a hub dataset; a hub that does not answer within three seconds is offline."""
     name, _, config = text.partition(":")
     answer = ask_hub(lambda api: api.dataset_info(name, timeout=ANSWER_WITHIN_S))
@@ -95,20 +94,11 @@ def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
         raise DataError(
             f"no dataset file and no hub dataset {name!r} that can be loaded: {answer.problem}; {_NO_HUB_NEEDED}"
         )
-    is_offline = answer.state == "unreachable"
     if file_suffix(Path(config)) is not None:
         return replace(
             file_table(_hub_file(name, config, unreachable=answer.problem)), name=text
         )
-    if is_offline and not _is_cached(name):
-        raise DataError(
-            f"no dataset file {name!r}, and the hub cannot be reached to look for one: {answer.problem}; "
-            f"{_NO_HUB_NEEDED}"
-        )
-    rows = _load(name, config or None, split, offline=is_offline)
-    if limit is not None:
-        rows = rows.select(range(min(limit, len(rows))))
-    return _as_table(text, rows)
+    return _as_table(text, _load(name, config, split, unreachable=answer.problem))
 
 
 def _hub_file(name: str, file: str, *, unreachable: str) -> Path:
@@ -144,29 +134,24 @@ def _as_table(name: str, rows: Any) -> Table:
     return Table(name, rows.with_format(None), tuple(rows.column_names))
 
 
-def _is_cached(name: str) -> bool:
-    """Whether the datasets library has built some configuration of this dataset before."""
-    from datasets import config
-    from datasets.naming import camelcase_to_snakecase
-
-    owner, _, last = name.rpartition("/")
-    folder = "___".join(part for part in (owner, camelcase_to_snakecase(last)) if part)
-    cached = config.HF_DATASETS_CACHE / folder
-    return os.path.isdir(cached) and any(cached.glob("*/*/*"))
-
-
-def _load(name: str, config: str | None, split: str, *, offline: bool) -> Any:
+def _load(name: str, config: str, split: str, *, unreachable: str) -> Any:
+    """Load a split of a hub dataset; `unreachable` as in `_hub_file`."""
     import datasets
     from datasets.exceptions import DatasetsError
     from huggingface_hub import constants
 
     before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    if offline:  # else the library tries the hub again, and waits far longer
+    if unreachable:  # else the library tries the hub again, and waits far longer
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
-        return datasets.load_dataset(name, config, split=split)
+        return datasets.load_dataset(name, config or None, split=split)
     except (DatasetsError, ValueError, RuntimeError, OSError) as problem:
         reason = " ".join(str(problem).split())[:300]
+        if unreachable:
+            raise DataError(
+                f"no dataset file {name!r}, and the hub cannot be reached to look for one: {unreachable}; "
+                f"in its cache: {reason}; {_NO_HUB_NEEDED}"
+            ) from None
         raise DataError(
             f"the hub dataset {name}{f':{config}' if config else ''}, split {split}: {reason}"
         ) from None

@@ -6,7 +6,6 @@ A point at time t is `x = (1 - t) x0 + t eps`, t from 1 (noise) to 0 (picture). 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Literal, NamedTuple
 
@@ -98,8 +97,7 @@ def _per_picture(values: torch.Tensor) -> torch.Tensor:
     return values.view(-1, 1, 1, 1)
 
 
-@dataclass(frozen=True)
-class SamplingPath:
+class SamplingPath(NamedTuple):
     """How pictures are drawn: by `rule` at these times, with noise in `length` steps; the others are Euler's."""
 
     times: tuple[float, ...]

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,8 +113,7 @@ NOWHERE = -1
 JOIN_S = 0.002  # from a request to its batch, for those of the other groups
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """A drawn picture by reference: its PNG, and its row in the file of trajectories with that sha256.
 
     `first` is its first step with noise. `kept` is "" where nothing learns from it.
@@ -132,7 +130,7 @@ class Picture:
         return from_json(cls, json.loads(text))
 
     def as_text(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(self._asdict())
 
 
 class Trajectories:

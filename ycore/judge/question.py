@@ -9,9 +9,9 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ycore.judge.declaration import (
     JsonVerdict,
@@ -57,8 +57,7 @@ _SELECTORS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Questioner:
+class Questioner(NamedTuple):
     """Writes a judge's questions. `special_tokens`: those of the judge's tokenizer, where it is known."""
 
     judge: Judge
@@ -109,11 +108,11 @@ class Questioner:
         text = self._sanitized(text)
         if not self.judge.fence:
             return text
-        mark = ""
-        number = 0
-        while not mark or mark in text:
-            mark = _MARK + hashlib.sha256(f"{key}\0{number}".encode()).hexdigest()[:10]
-            number += 1
+        marks = (
+            _MARK + hashlib.sha256(f"{key}\0{number}".encode()).hexdigest()[:10]
+            for number in count()
+        )
+        mark = next(mark for mark in marks if mark not in text)
         return f"<{mark}>\n{text}\n</{mark}>"
 
     def _sanitized(self, text: str) -> str:

@@ -245,9 +245,7 @@ def win_share(first_shown: float, second_shown: float) -> float:
 
 def follows_position(first_shown: float, second_shown: float) -> bool:
     """Whether the same position won in both orders; arguments as `win_share`."""
-    return (first_shown > 0.5 and second_shown > 0.5) or (
-        first_shown < 0.5 and second_shown < 0.5
-    )
+    return min(first_shown, second_shown) > 0.5 or max(first_shown, second_shown) < 0.5
 
 
 def shares_of_rank(order: Sequence[int]) -> list[float]:

@@ -7,7 +7,7 @@ memory, so the sum of their peaks must fit. The formulas and their sources are a
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple, get_args
 
@@ -419,8 +419,7 @@ def largest_weight(facts: ModelFacts) -> float:
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class EngineMemory:
+class EngineMemory(NamedTuple):
     """Bytes of one role's engine on one device; `at_once` sequences fit into its cache together."""
 
     weights: float
@@ -577,7 +576,7 @@ def _fill(needs: Sequence[EngineNeed], room: float) -> list[EngineMemory]:
     engines = []
     for need, more in zip(needs, wanted, strict=True):
         engine = need.engine(need.least_cache + share * more)
-        engines.append(engine if left >= 0 else replace(engine, at_once=0))
+        engines.append(engine if left >= 0 else engine._replace(at_once=0))
     return engines
 
 

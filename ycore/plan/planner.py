@@ -4,7 +4,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.config.trl_arguments import derive_batch, micro_batch_sizes
@@ -45,8 +45,7 @@ Check = Callable[[RunConfig, Fleet], None]
 """Raises ConfigError where a machine of these devices cannot run the config."""
 
 
-@dataclass(frozen=True)
-class StepForecast:
+class StepForecast(NamedTuple):
     """The memory and time of a step.
 
     Attributes:
@@ -89,7 +88,7 @@ class StepForecast:
             "capacity_bytes": round(self.capacity),
             "memory": dict(self.phases),
             "trainer": dict(self.trainer),
-            "engines": {role: asdict(engine) for role, engine in self.engines.items()},
+            "engines": {role: engine._asdict() for role, engine in self.engines.items()},
             "seconds": dict(self.seconds),
         }
 

@@ -8,6 +8,7 @@ answered by the next event: `{"nonce", "value": {"call", "body"}}`, or `{"exit",
 """
 
 import hmac
+import itertools
 import json
 import os
 import queue
@@ -42,8 +43,7 @@ class ChatServer(ThreadingHTTPServer):
         self.key = f"sk-{secrets.token_hex(16)}"
         self.events: queue.Queue[JsonObject] = queue.Queue()
         self._waiting: dict[int, queue.Queue[Reply]] = {}
-        self._lock = threading.Lock()
-        self._num_calls = 0
+        self._numbers = itertools.count(1)
 
     @property
     def url(self) -> str:
@@ -51,10 +51,8 @@ class ChatServer(ThreadingHTTPServer):
 
     def ask(self, body: JsonObject) -> Reply:
         answer: queue.Queue[Reply] = queue.Queue()
-        with self._lock:
-            self._num_calls += 1
-            number = self._num_calls
-            self._waiting[number] = answer
+        number = next(self._numbers)
+        self._waiting[number] = answer
         self.events.put({"call": number, "body": body})
         return answer.get(timeout=_WAIT_S)
 
@@ -69,7 +67,7 @@ class _ChatHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with the list of models, for clients that ask for it first."""
         if not self.path.rstrip("/").endswith("/models"):
-            return self._send(*_refusal(404, "no such path"))
+            return self._refuse(404, "no such path")
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "ycore"}
         self._send(200, {"object": "list", "data": [model]})
 
@@ -78,25 +76,29 @@ class _ChatHandler(BaseHTTPRequestHandler):
         if not length.isdecimal() or int(length) > MAX_BODY:
             self.close_connection = True
             line = f"a request needs a Content-Length of at most {MAX_BODY} bytes"
-            return self._send(*_refusal(413, line))
+            return self._refuse(413, line)
         data = self.rfile.read(int(length))
         key = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(key.encode(errors="replace"), self.server.key.encode()):
             line = "the key is not that of this completion; take OPENAI_API_KEY"
-            return self._send(*_refusal(401, line))
+            return self._refuse(401, line)
         if not self.path.rstrip("/").endswith("/chat/completions"):
             line = "only POST /v1/chat/completions and GET /v1/models are served"
-            return self._send(*_refusal(404, line))
+            return self._refuse(404, line)
         try:
             body = json.loads(data)
         except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
-            return self._send(*_refusal(400, "the body is no JSON object"))
+            return self._refuse(400, "the body is no JSON object")
         status, answer = self.server.ask(body)
         if status == 200 and body.get("stream"):
             return self._write(status, "text/event-stream", _stream_of(answer).encode())
         self._send(status, answer)
+
+    def _refuse(self, status: int, line: str) -> None:
+        error = {"message": line, "type": "invalid_request_error", "code": None}
+        self._send(status, {"error": error})
 
     def _send(self, status: int, body: JsonObject) -> None:
         self._write(status, "application/json", json.dumps(body).encode())
@@ -125,10 +127,6 @@ def _stream_of(answer: JsonObject) -> str:
     first = {**last, "choices": [chunk]}
     first.pop("usage")
     return f"data: {json.dumps(first)}\n\ndata: {json.dumps(last)}\n\ndata: [DONE]\n\n"
-
-
-def _refusal(status: int, line: str) -> Reply:
-    return status, {"error": {"message": line, "type": "invalid_request_error", "code": None}}
 
 
 def start_agent(first: JsonObject, server: ChatServer) -> None:

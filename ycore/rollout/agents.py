@@ -174,7 +174,7 @@ class AgentPool:
         names = [f"{word}:agent" for word in self._words if Path(word).is_file()]
         confinement = turns_confinement(config, names, run_folder=run_folder, run_id=run_id)
         limits = replace(confinement.limits, output=MIB)  # each completion has a process
-        self._confinement = replace(confinement, limits=limits)
+        self._confinement = confinement._replace(limits=limits)
         self._slots = asyncio.Semaphore(config.turns.at_once)
         self._numbers = itertools.count()
 

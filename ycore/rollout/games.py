@@ -27,16 +27,17 @@ class TextArena:
             raise ConfigError(
                 f"textarena:{self.name} needs the package textarena: pip install 'ycore[textarena]'"
             ) from None
+        from ycore.data.generated import parse_name, typed_arguments
+
         self._library = textarena
-        self._id, self._arguments = _split(f"textarena:{self.name}")
+        self._id, texts = parse_name(f"textarena:{self.name}")
+        self._arguments = typed_arguments(texts)
         self._pays_parts = self._arguments.pop("partial", True) is not False
         games = textarena.envs.registration.ENV_REGISTRY
         if self._id not in games:
-            way_out = (
-                nearest(self._id, games)
-                or f"; there are {len(games)}, such as GuessTheNumber-v0"
+            raise ConfigError(
+                f"TextArena has no game {self._id!r} of its {len(games)}, as GuessTheNumber-v0{nearest(self._id, games)}"
             )
-            raise ConfigError(f"TextArena has no game {self._id!r}{way_out}")
         try:
             self.reset()
         except Exception as error:  # whatever a game of textarena's raises
@@ -73,14 +74,6 @@ class TextArena:
         _, messages = self._raw.get_observation()
         move = self._library.ObservationType.PLAYER_ACTION
         return "\n".join(text for _, text, kind in messages if kind is not move)
-
-
-def _split(name: str) -> tuple[str, dict[str, Any]]:
-    """Return name and arguments of a `scheme:NAME?key=value`."""
-    from ycore.data.generated import parse_name, typed_arguments
-
-    plain_name, arguments = parse_name(name)
-    return plain_name, typed_arguments(arguments)
 
 
 class Gym:

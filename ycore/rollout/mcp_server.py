@@ -42,7 +42,7 @@ class McpServer:
     form of chat templates. Once the server has ended, every call fails.
     """
 
-    def __init__(self, name: str, *, start_s: float = START_S) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
         self._number = 0
         self._received = b""
@@ -62,7 +62,7 @@ class McpServer:
             )
             assert self._process.stdin is not None
             os.set_blocking(self._process.stdin.fileno(), False)
-            self.tools = self._start(start_s)
+            self.tools = self._start()
             self.schemas = [_schema(name, tool) for name, tool in self.tools.items()]
             return
         except OSError as error:
@@ -73,12 +73,12 @@ class McpServer:
             problem = foreign_line(f"its list of tools is not as MCP has it ({error!r})")
         raise ConfigError(
             f"tool {name!r}: no MCP server started: {problem}; the command runs in the sandbox, without a network "
-            f"unless turns.sandbox.network is true, and has {start_s:g} s"
+            f"unless turns.sandbox.network is true, and has {START_S:g} s"
         )
 
-    def _start(self, start_s: float) -> dict[str, JsonObject]:
+    def _start(self) -> dict[str, JsonObject]:
         """Return the server's tools; it is ended where it does not answer in time."""
-        self._deadline = time.monotonic() + start_s
+        self._deadline = time.monotonic() + START_S
         tools: dict[str, JsonObject] = {}
         try:
             self._ask("initialize", _HELLO)

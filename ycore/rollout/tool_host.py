@@ -261,7 +261,6 @@ def seed(number: int) -> None:
 
 _IN_ANOTHER = """
 import runpy, sys, types
-from ycore.types import JsonObject, Record
 if sys.version_info < (3, 11):
     sys.exit(f"env_python {sys.executable} is Python {sys.version.split()[0]}; tools need 3.11 or later")
 package = sys.modules["ycore"] = types.ModuleType("ycore")

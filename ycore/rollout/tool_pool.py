@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -30,11 +30,7 @@ from ycore.foreign import (
 from ycore.rollout.mcp_server import MCP_PREFIX
 from ycore.rollout.tool_host import MAX_TEXT, PYTHON
 from ycore.sandbox import Confinement, Limits, View
-from ycore.sandbox.confined_worker import (
-    START_TIMEOUT_S,
-    CallFailed,
-    ConfinedWorker,
-)
+from ycore.sandbox.confined_worker import START_TIMEOUT_S, CallFailed, ConfinedWorker
 from ycore.sandbox.level import choose_level, require_sandbox
 from ycore.sandbox.program_pool import PROGRAM_LIMITS
 from ycore.sandbox.user_code import user_code_confinement
@@ -49,8 +45,7 @@ _MAX_REPLY_BYTES = (
 )  # JSON takes 12 bytes for a character beyond the first plane
 
 
-@dataclass(frozen=True)
-class ToolSet:
+class ToolSet(NamedTuple):
     """The tools that the policy may call: JSON schemas as transformers makes them.
 
     `takes_text`: the environment's only tool is `step(text)`, and gets whole turns. `pays`: it has `get_reward`.
@@ -61,10 +56,6 @@ class ToolSet:
     takes_text: bool = False
     pays: bool = False
     pays_turns: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(tool["function"]["name"] for tool in self.tools)
 
 
 class Answer(NamedTuple):
@@ -265,7 +256,7 @@ class ToolPool:
         self._log = log
         self._confinement = _tools_confinement(config, run_folder=run_folder, run_id=run_id)
         limits: Limits = replace(PROGRAM_LIMITS, memory=int(config.turns.memory_gib * 2**30))
-        self._python_confinement = replace(self._confinement, view=View(), limits=limits)
+        self._python_confinement = self._confinement._replace(view=View(), limits=limits)
         self._worker_slots = asyncio.Semaphore(config.turns.at_once)
         self._interpreter_slots = asyncio.Semaphore(config.turns.at_once)
         self._numbers = itertools.count()

@@ -10,12 +10,7 @@ from ycore.config.schema import RunConfig
 from ycore.rollout.agents import AgentPool, AgentWriter
 from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import ToolPool, ToolSet, describe_tools
-from ycore.rollout.turns import (
-    GivenPairWriter,
-    MultiTurnWriter,
-    SingleTurnWriter,
-    TurnLimits,
-)
+from ycore.rollout.turns import GivenPairWriter, MultiTurnWriter, SingleTurnWriter, TurnLimits
 from ycore.run.files import RunFolder
 from ycore.types import Prompt
 

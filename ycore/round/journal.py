@@ -156,7 +156,7 @@ def reshard_round(rounds: Sequence[Sequence[Group]], *, world: int) -> list[list
 # -- the rounds --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Committed:
     groups: list[Group]
     state: JsonObject

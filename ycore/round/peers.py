@@ -209,8 +209,7 @@ _EVEN_ENOUGH = 1.02  # imbalance below which moving another group is not worth i
 _MAX_SWAPS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Deal:
+class Deal(NamedTuple):
     """`chosen[rank]`: the summaries that this rank trains on. All other groups stay where they are."""
 
     chosen: tuple[tuple[GroupSummary, ...], ...]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from pydantic import TypeAdapter
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -11,13 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ycore.config.schema import Offload, RunConfig
 from ycore.engine import NEVER, Engine, SamplingParams, WeightSource
 from ycore.engine.kinds import KINDS, EngineKind
-from ycore.engine.server import (
-    KEEP,
-    Server,
-    SleepingEngine,
-    SleepTogether,
-    restart_timeout_s,
-)
+from ycore.engine.server import KEEP, Server, SleepingEngine, SleepTogether, restart_timeout_s
 from ycore.engine.sight import Sight, image_token_ids
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import ALLOCATOR, ROLLOUT, SlotPool, in_order, parse_placement
@@ -33,8 +27,7 @@ _DEFAULT_CAPACITY = 64
 """Requests of a role that a slot takes at once, where the engines' own limit is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineList:
+class EngineList(NamedTuple):
     """The engines that the launcher started, from `engines.json`.
 
     `engines` and those of `scorers` are slot by slot, as many on each; `num_slots` None is one engine a slot. `home`:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from ycore.config.schema import RunConfig
 from ycore.data.prompts import row_at
@@ -28,7 +28,7 @@ _REUSED_ROUNDS = 4  # whose groups are kept to be trained on again
 LEAST = 0.05  # lower bound of the estimated yield, so that one bad stretch does not start a flood of groups
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cost:
     """The cost of training on a group, in tokens of a short one.
 
@@ -96,7 +96,7 @@ class ExpectedLengths:
         self.learn(())  # their mean
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rules:
     """How a round samples.
 
@@ -393,8 +393,7 @@ class ReuseBuffer:
         return pstdev([reward for reward in rewards if reward is not None] or [0.0])
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """Rank `rank` of `world` owns every `world`th of the positions that are to come, from the `rank`th on.
 
     Those are `gaps`, which an earlier number of ranks had not drawn, and then `start`, `start` + 1, ...
@@ -451,7 +450,7 @@ class DrawSource:
         return {"cursor": self.cursor, "gaps": list(self.shard.gaps), "start": self.shard.start}
 
     def load_state_dict(self, state: Record) -> None:
-        self.shard = replace(self.shard, gaps=tuple(state["gaps"]), start=state["start"])
+        self.shard = self.shard._replace(gaps=tuple(state["gaps"]), start=state["start"])
         self.cursor = state["cursor"]
 
     def draw(self) -> Draw:

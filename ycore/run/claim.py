@@ -13,7 +13,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -315,8 +314,7 @@ FREE_WITH_RANKS = {"trl.per_device_train_batch_size", "trl.gradient_accumulation
 _BRIEF = 60  # characters of a value in a message
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A setting or a fingerprint that is not as it was."""
 
     name: str

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -29,8 +30,7 @@ def dump_stacks_on_signal() -> None:
     faulthandler.register(signal.SIGUSR2, file=sys.stderr.fileno(), all_threads=True)
 
 
-@dataclass(frozen=True)
-class Rank:
+class Rank(NamedTuple):
     """A rank as torchrun counts: `number` of `world` in the run, `local` of `local_world` on this machine."""
 
     number: int = 0

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from ycore.run.files import LineFollower
 
@@ -48,8 +48,7 @@ class Levels:
     oldest_s: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A phase of the step, SYNC, ROUND, EVALUATION or TRAIN, begins on a rank."""
 
     name: str

@@ -14,6 +14,7 @@ beside it: `stage`, `program_server`. Inside, with foreign code in the process o
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 GIB = 2**30
 MIB = 2**20
@@ -49,8 +50,7 @@ class Limits:
         return self.files // 8
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """The files and devices that a confined process may see. Python itself is part of it; it may write a scratch folder.
 
     `read` are files and folders to see, at their own paths and read-only; `hidden` are files and folders within those
@@ -64,8 +64,7 @@ class View:
     working: Path | None = None  # where it starts; None is the scratch folder
 
 
-@dataclass(frozen=True)
-class Confinement:
+class Confinement(NamedTuple):
     """How to confine a process, what it may see, and the run whose mark it carries, so that it is found."""
 
     level: Level

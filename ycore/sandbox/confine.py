@@ -19,9 +19,10 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.machinery import all_suffixes
 from pathlib import Path
+from typing import NamedTuple
 
 import ycore
 from ycore.run.reports import RUN_MARKER, kill_tree
@@ -102,8 +103,13 @@ LEAST_ABI = 3
 """The oldest Landlock that confines a user: below it, a file that may be read can be emptied (`open` with O_TRUNC)."""
 
 _SYSTEM = (
-    *("/usr", "/bin", "/lib", "/lib32", "/lib64"),
-    *("/etc/ld.so.cache", "/etc/localtime"),
+    "/usr",
+    "/bin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
 )
 _PASSED_ON = frozenset(
     {"LANG", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHASHSEED", "OMP_NUM_THREADS"}
@@ -112,8 +118,7 @@ _WITH_NETWORK = frozenset({"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"
 _SHARED_MEMORY = 16 * MIB
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """How to start a confined process: `Popen(command, env=environment, cwd=working)`, in a session of its own.
 
     `scratch` is a folder to remove afterwards, and None where it is in memory, in namespaces. Elsewhere the process that

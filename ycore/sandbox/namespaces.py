@@ -22,8 +22,14 @@ SCRATCH = Path("/tmp")
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # of the root, or links into /usr
 _ETC = ("ld.so.cache", "ld.so.conf", "localtime", "alternatives")
 _ETC_NETWORK = (
-    *("resolv.conf", "hosts", "nsswitch.conf", "host.conf", "gai.conf"),
-    *("ssl", "pki", "ca-certificates"),
+    "resolv.conf",
+    "hosts",
+    "nsswitch.conf",
+    "host.conf",
+    "gai.conf",
+    "ssl",
+    "pki",
+    "ca-certificates",
 )
 _DEVICES = ("null", "zero", "random", "urandom", "full")
 _GPU_DEVICES = ("nvidia*", "dri", "kfd")

@@ -59,29 +59,7 @@ def user_code_confinement(
         for name in names
         if names_file(name)
     ]
-    named = [Path(name).expanduser().absolute() for name in read]
-    view = _view(files, named, run_folder=run_folder, network=network, devices=gpu)
-    limits = Limits(memory=int(memory_gib * GIB))
-    choice = choose_level(level)
-    if not names or any(":" in name for name in names):
-        require_sandbox(choice, "code that is not ycore's own")
-    return Confinement(choice.level, run_id, view, limits)
-
-
-def sources_view() -> View:
-    """Return the view of a program that imports what this Python imports, and sees nothing else of a person's."""
-    visible = [path for folder in source_paths() for path in _parts(folder)]
-    return View(read=tuple(visible), hidden=tuple(_hidden_in(visible, None, python_paths())))
-
-
-def _view(
-    files: Sequence[Path],
-    named: Sequence[Path],
-    *,
-    run_folder: Path | None,
-    network: bool,
-    devices: bool,
-) -> View:
+    readable = [Path(name).expanduser().absolute() for name in read]
     working = Path.cwd()
     folders = [
         working,
@@ -90,7 +68,6 @@ def _view(
         *(file.resolve().parent for file in files),
     ]
     visible = [path for folder in dict.fromkeys(folders) for path in _parts(folder)]
-    readable = [*named]
     if run_folder is not None:
         run_folder = run_folder.absolute()
         if (images := RunFolder(run_folder).images).is_dir():
@@ -99,13 +76,23 @@ def _view(
     if run_folder is not None and any(path.is_relative_to(run_folder) for path in visible):
         visible = [path for path in visible if not path.is_relative_to(run_folder)]
         visible += [file for file in files if file.is_relative_to(run_folder)]
-    return View(
+    view = View(
         read=tuple(dict.fromkeys([*visible, *readable])),
         hidden=tuple(hidden),
         network=network,
-        devices=devices,
+        devices=gpu,
         working=working if working in visible else None,
     )
+    choice = choose_level(level)
+    if not names or any(":" in name for name in names):
+        require_sandbox(choice, "code that is not ycore's own")
+    return Confinement(choice.level, run_id, view, Limits(memory=int(memory_gib * GIB)))
+
+
+def sources_view() -> View:
+    """Return the view of a program that imports what this Python imports, and sees nothing else of a person's."""
+    visible = [path for folder in source_paths() for path in _parts(folder)]
+    return View(read=tuple(visible), hidden=tuple(_hidden_in(visible, None, python_paths())))
 
 
 def _parts(folder: Path) -> list[Path]:

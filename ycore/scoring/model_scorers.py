@@ -495,9 +495,5 @@ class ReferenceScorer(Scorer):
 class EnvironmentScorer(Scorer):
     """`environment`: what a completion's own environment paid at its end."""
 
-    @classmethod
-    def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
-        return cls()
-
     async def score_one(self, group: PendingGroup, index: int) -> Score:
         return (await group.tasks_G[index]).earned or Score(None)

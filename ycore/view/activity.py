@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from ycore.run.files import (
     MAX_SETTINGS_BYTES,
@@ -96,8 +97,7 @@ class Activity:
                 self.phases[event.rank] = (event.name, event.at)
 
 
-@dataclass(frozen=True)
-class Scene:
+class Scene(NamedTuple):
     """A moment of a run, as it is drawn. `until` is now, or where the run is over, when it last did something."""
 
     activity: Activity

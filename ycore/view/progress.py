@@ -24,14 +24,7 @@ from rich.text import Text
 
 from ycore.run.claim import is_held
 from ycore.run.files import RunFolder
-from ycore.run.metrics import (
-    REWARD,
-    STEP_SECONDS,
-    MetricsFollower,
-    Row,
-    is_evaluation,
-    number,
-)
+from ycore.run.metrics import REWARD, STEP_SECONDS, MetricsFollower, Row, is_evaluation, number
 from ycore.run.text import as_duration, printable, topic
 from ycore.run.work import Pulse, progress_bar, quiet, spinning_row
 from ycore.view.activity import Activity, RunActivity, Scene, slot_names

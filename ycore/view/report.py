@@ -20,26 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ycore.config.schema import RunConfig
 from ycore.errors import RunFolderError
 from ycore.run.files import RunFolder, read_json
-from ycore.run.metrics import (
-    REWARD,
-    STEP_SECONDS,
-    Row,
-    fit_sigmoid,
-    number,
-    read_metrics,
-)
+from ycore.run.metrics import REWARD, STEP_SECONDS, Row, fit_sigmoid, number, read_metrics
 from ycore.run.resuming import read_round, round_file, rounds_in
 from ycore.run.text import as_duration, printable, topic
 from ycore.scoring.group_rewards import weighted_sum
 from ycore.types import IMAGE_MARK, Group, JsonObject, Record, said
-from ycore.view.pictures import (
-    HELD_OUT,
-    HELD_OUT_LOSS,
-    new_figure,
-    points,
-    smooth,
-    style,
-)
+from ycore.view.pictures import HELD_OUT, HELD_OUT_LOSS, new_figure, points, smooth, style
 
 
 class ScoredCompletion(NamedTuple):

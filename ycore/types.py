@@ -355,7 +355,7 @@ class Finished:
 # -- as JSON, in the journal, in checkpoints and between ranks; nothing is pickled --------------------------------------
 
 
-def to_bytes(value: Group | Finished | Draw | Completion) -> bytes:
+def to_bytes(value: object) -> bytes:
     """Encode as UTF-8 JSON. A column's value without a JSON type, a date for example, becomes its text."""
     return json.dumps(value, ensure_ascii=False, default=_plain).encode(errors="surrogatepass")
 
@@ -371,9 +371,9 @@ def from_bytes(data: bytes) -> Group:
     return from_json(Group, json.loads(data))
 
 
-def to_json(value: Group | Finished | Draw | Completion) -> dict[str, Any]:
+def to_json(value: object) -> JsonObject:
     """Return plain JSON values, for a file that holds more than one group."""
-    plain: dict[str, Any] = json.loads(to_bytes(value))
+    plain: JsonObject = json.loads(to_bytes(value))
     return plain
 
 

@@ -264,7 +264,7 @@ class Point:
 
 _SAVER = "ycore/trainer/training_run.py"
 _WRITER = "ycore/run/resuming.py"
-_COMMIT = "        self._journal.commit(step, groups, state, metrics)\n"
+_COMMIT = "        self._journal.commit(step, groups, state, metrics, summaries)\n"
 
 _AHEAD = "ycore/round/ahead.py"
 

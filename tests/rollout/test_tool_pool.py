@@ -121,7 +121,7 @@ class Other:
     def step(self, text: str):
         found = [name for name in ("transformers", "pydantic", "ycore_cli") if importlib.util.find_spec(name)]
         loaded = [name for name in sys.modules if name.startswith("ycore.") and "ycore.rollout" not in name]
-        ours = ("ycore.errors", "ycore.foreign", "ycore.sandbox", "ycore.sandbox.channel")
+        ours = ("ycore.errors", "ycore.foreign", "ycore.sandbox", "ycore.sandbox.channel", "ycore.types")
         loaded = [name for name in loaded if name not in ours]
         return f"{sys.prefix} {', '.join(found) or 'none'}, of ycore's own: {', '.join(loaded) or 'none'}"
 

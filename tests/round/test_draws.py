@@ -106,16 +106,3 @@ def test_lengths_come_back_from_a_checkpoint_or_a_round() -> None:
     lengths.learn([(0, 300), (2, 1000)])
     again.load_state_dict(json.loads(json.dumps(lengths.state_dict())))
     assert [again.of(row) for row in range(4)] == [lengths.of(row) for row in range(4)]
-
-
-def test_a_long_run_remembers_the_newest_rows_alone() -> None:
-    """Every round's file holds them, so they must not grow with the run."""
-    lengths = ExpectedLengths()
-    lengths.learn((row, 1.0) for row in range(10_000))
-    lengths.learn([(0, 3.0), (10_000, 2.0)])
-    state = lengths.state_dict()
-    assert len(state) == 10_000 and state[-2:] == [[0, 2.0], [10_000, 2.0]]
-    assert 1 not in dict(map(tuple, state)), "the oldest; row 0 has come again"
-    again = ExpectedLengths()
-    again.load_state_dict(state)
-    assert again.state_dict() == state and again.of(1) == lengths.of(1)

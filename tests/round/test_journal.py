@@ -9,10 +9,12 @@ import pytest
 
 from ycore.engine import Engine
 from ycore.errors import ConfigError, RunFolderError
+from ycore.round.curriculum import Curriculum
 from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
+from ycore.run.resuming import read_round, round_file
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
@@ -75,18 +77,25 @@ def make() -> Iterator[Make]:
     made: list[Controller] = []
 
     def controller(
-        folder: Path, recorded: dict[str, float] | None = None, peers: Peers | None = None
+        folder: Path,
+        recorded: dict[str, float] | None = None,
+        peers: Peers | None = None,
+        *,
+        rows: int = 20,
+        group_size: int = 1,
+        curriculum: Curriculum | None = None,
     ) -> Controller:
         one = Controller(
             engines=[Echo()],
             scoring=Scoring([((0, 1), Constant())]),
             draws=DrawSource(
-                [group(row).draw.prompt for row in range(20)],
+                [group(row).draw.prompt for row in range(rows)],
                 seed=None,
                 encode=lambda _: (1, 2),
                 max_prompt_tokens=2,
+                curriculum=curriculum,
             ),
-            rules=Rules(group_size=1, seed=0, reward_weights=(1.0, 1.0)),
+            rules=Rules(group_size=group_size, seed=0, reward_weights=(1.0, 1.0)),
             peers=peers or Peers(),
             journal=Journal(folder, rank=0),
         )
@@ -116,6 +125,37 @@ def test_a_committed_round_is_given_again_and_the_cursor_with_it(
     recorded.clear()
     new = source.next_round(step=3, num_groups=2)
     assert [one.draw.position for one in new] == [6, 7] and "ycore/replayed" not in recorded
+
+
+def test_a_round_s_file_does_not_grow_with_the_rows_that_the_run_has_seen(
+    make: Make, tmp_path: Path
+) -> None:
+    """What the run remembers of its rows is in checkpoints, and comes back from there and from the rounds since."""
+
+    def learner() -> Controller:
+        return make(tmp_path, rows=100, group_size=2, curriculum=Curriculum(seed=1))
+
+    first = learner()
+    checkpoints = []
+    for step in range(40):
+        checkpoints.append(json.loads(json.dumps(first.state())))
+        first.next_round(step=step, num_groups=2)
+    learned = first.state()
+    assert len(learned["lengths"]) == len(learned["curriculum"]["rows"]) == 80
+
+    sizes = []
+    for step in (6, 38):
+        _, content = read_round(round_file(tmp_path, step, 0))
+        sizes.append(len(json.dumps([content["state"], content["summaries"]])))
+    assert abs(sizes[1] - sizes[0]) < 100, "a row takes about 20 letters"
+
+    for begin in (0, 17):
+        again = learner()
+        again.restore(checkpoints[begin])
+        for step in range(begin, 40):
+            again.next_round(step=step, num_groups=2)
+        assert again.state() == learned
+        assert again.next_round(step=40, num_groups=2)[0].draw.position == 80
 
 
 def test_a_round_from_the_journal_has_the_metrics_of_when_it_was_new_but_its_times(

@@ -182,9 +182,11 @@ def _gym_dataset(
             f"{text} needs the package reasoning-gym: pip install 'ycore[gym]'"
         ) from None
     if name not in DATASETS:
-        raise DataError(
-            f"reasoning-gym has no task {name!r} of its {len(DATASETS)}, such as chain_sum{nearest(name, DATASETS)}"
+        way_out = (
+            nearest(name, DATASETS)
+            or f"; there are {len(DATASETS)}, such as chain_sum and countdown"
         )
+        raise DataError(f"reasoning-gym has no task {name!r}{way_out}")
     known = [
         field.name for field in fields(DATASETS[name][1]) if field.name not in ("size", "seed")
     ]

@@ -35,9 +35,11 @@ class TextArena:
         self._pays_parts = self._arguments.pop("partial", True) is not False
         games = textarena.envs.registration.ENV_REGISTRY
         if self._id not in games:
-            raise ConfigError(
-                f"TextArena has no game {self._id!r} of its {len(games)}, as GuessTheNumber-v0{nearest(self._id, games)}"
+            way_out = (
+                nearest(self._id, games)
+                or f"; there are {len(games)}, such as GuessTheNumber-v0"
             )
+            raise ConfigError(f"TextArena has no game {self._id!r}{way_out}")
         try:
             self.reset()
         except Exception as error:  # whatever a game of textarena's raises

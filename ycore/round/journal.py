@@ -10,7 +10,7 @@ and those to come keep their order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,14 +39,19 @@ class CheckpointPart(NamedTuple):
     """Returns the part of a controller; None where the run has none."""
     reshard: Callable[[Sequence[Any], int], list[Any]]
     """Returns the states for this number of ranks, from the states of all ranks before."""
+    of_rows: bool = False
+    """Whether it grows with the rows that the run has seen: only checkpoints have it. A round's file has its groups'
+    summaries, from which `Controller.learn_order` gives it again."""
 
 
-def states_of(controller: Any) -> JsonObject:
-    """Return the state of every part; None for one that the run does not have."""
-    owners = {name: part.of(controller) for name, part in PARTS.items()}
-    return {
-        name: None if owner is None else owner.state_dict() for name, owner in owners.items()
-    }
+def states_of(controller: Any, *, of_rows: bool = True) -> JsonObject:
+    """Return the state of every part; None for one that the run does not have, or that is not wanted (`of_rows`)."""
+    states: JsonObject = dict.fromkeys(PARTS)
+    for name, part in PARTS.items():
+        owner = part.of(controller)
+        if owner is not None and (of_rows or not part.of_rows):
+            states[name] = owner.state_dict()
+    return states
 
 
 def load_states(controller: Any, states: State) -> None:
@@ -100,8 +105,8 @@ PARTS: Mapping[str, CheckpointPart] = {
     "leftover_groups": CheckpointPart(attrgetter("leftover_groups"), _dealt_out),
     "reuse_buffer": CheckpointPart(attrgetter("reuse_buffer"), _begin_empty),
     "placement": CheckpointPart(attrgetter("slots"), _same),
-    "curriculum": CheckpointPart(attrgetter("draws.curriculum"), _same),
-    "lengths": CheckpointPart(attrgetter("lengths"), _same),
+    "curriculum": CheckpointPart(attrgetter("draws.curriculum"), _same, of_rows=True),
+    "lengths": CheckpointPart(attrgetter("lengths"), _same, of_rows=True),
     "unfinished_groups": CheckpointPart(attrgetter("in_flight"), _dealt_out),
     "constraints": CheckpointPart(attrgetter("rules.constraints"), _same),
 }
@@ -161,6 +166,8 @@ class Committed:
     groups: list[Group]
     state: JsonObject
     metrics: Mapping[str, float]
+    summaries: Sequence[GroupSummary] = ()
+    """Summaries of the groups that all ranks finished in the round."""
     problems: Mapping[str, int] = field(default_factory=dict)
     """Reasons why completions have no reward, with their numbers; not in the journal."""
     is_replayed: bool = False
@@ -199,6 +206,7 @@ class Journal:
         groups: list[Group],
         state: JsonObject,
         metrics: Mapping[str, float] | None = None,
+        summaries: Sequence[GroupSummary] = (),
     ) -> None:
         """Write the round of this step, with the controller's state after it, as plain JSON values.
 
@@ -211,6 +219,7 @@ class Journal:
             "groups": [to_json(group) for group in groups],
             "state": state,
             "metrics": dict(metrics or {}),
+            "summaries": list(map(to_json, summaries)),
         }
         label = {"step": step, "rank": self.rank, "world": self.world, "seed": self.seed}
         write_round(self.path(step), label, content)
@@ -233,9 +242,7 @@ class Journal:
             return None
         groups = reshard_round([part.groups for part in parts], world=self.world)
         states = reshard_states([part.state for part in parts], world=self.world)
-        return Committed(
-            groups[self.rank], states[self.rank], parts[0].metrics, is_replayed=True
-        )
+        return replace(parts[0], groups=groups[self.rank], state=states[self.rank])
 
     def _part(self, step: int, rank: int, world: int) -> Committed | None:
         """A rank's part; None where that file is of a round of another number of ranks."""
@@ -248,7 +255,10 @@ class Journal:
         if head["world"] != world:
             return None
         groups = [from_json(Group, group) for group in content["groups"]]
-        return Committed(groups, content["state"], content["metrics"], is_replayed=True)
+        summaries = [from_json(GroupSummary, summary) for summary in content["summaries"]]
+        return Committed(
+            groups, content["state"], content["metrics"], summaries, is_replayed=True
+        )
 
     def prune(self, before: int) -> None:
         """Delete the rounds of steps before this one: a checkpoint holds what they taught."""

@@ -69,7 +69,6 @@ class ExpectedLengths:
     """
 
     _MEMORY = 0.5  # weight that a group keeps when the prompt's next one comes
-    _NUM_ROWS = 10_000  # the newest, since every round's file holds them
 
     def __init__(self) -> None:
         self._of: dict[int, float] = {}
@@ -82,10 +81,8 @@ class ExpectedLengths:
     def learn(self, costs: Iterable[tuple[int, float]]) -> None:
         """Learn from the row and the cost of each group of a round."""
         for row, cost in costs:
-            before = self._of.pop(row, cost)
+            before = self._of.get(row, cost)
             self._of[row] = before + (1 - self._MEMORY) * (cost - before)
-        for row in list(self._of)[: -self._NUM_ROWS]:
-            del self._of[row]
         self._mean = fmean(self._of.values()) if self._of else 0.0
 
     def state_dict(self) -> list[Any]:

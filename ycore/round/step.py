@@ -114,6 +114,7 @@ class Controller:
         self._synced: int | None = None
         self._seconds = 0.0
         self._metrics: dict[str, float] = {}
+        self._summaries: Sequence[GroupSummary] = ()  # of the round's groups, of all ranks
         self.problems: Mapping[str, int] = {}
         """Reasons why completions of the last round have no reward, with their numbers."""
         self.constraint_weights: list[float] | None = None
@@ -301,6 +302,7 @@ class Controller:
         ]
         all_summaries = peers.gather_summaries(summaries)
         deal = deal_groups(all_summaries, world=peers.world, per_rank=num_groups)
+        self._summaries = all_summaries
         self.learn_order(all_summaries)
         received = peers.exchange(deal.moves, [item.group for item in finished])
         dealt = {summary.key for assigned in deal.chosen for summary in assigned}
@@ -512,6 +514,7 @@ class Controller:
         num_ranks = self.peers.add_up([float(committed is not None)])
         if committed is not None and num_ranks == [float(self.peers.world)]:
             self.restore(committed.state)
+            self.learn_order(committed.summaries)
             return committed
         # Before the deal, where the ranks meet: none has committed anything new yet.
         self._journal.forget_from(step)
@@ -526,10 +529,11 @@ class Controller:
         )
         metrics = self._metrics
         self._metrics = {}
-        state = states_of(self)
+        state = states_of(self, of_rows=False)
+        summaries, self._summaries = self._summaries, ()
         if self._journal is not None:
-            self._journal.commit(step, groups, state, metrics)
-        return Committed(groups, state, metrics, dict(self.meter.problems))
+            self._journal.commit(step, groups, state, metrics, summaries)
+        return Committed(groups, state, metrics, summaries, dict(self.meter.problems))
 
     async def add_up_meters(self) -> dict[str, float]:
         """Return the round's metrics over all ranks; in the event loop nothing counts meanwhile."""

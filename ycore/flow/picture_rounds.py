@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +114,8 @@ NOWHERE = -1
 JOIN_S = 0.002  # from a request to its batch, for those of the other groups
 
 
-class Picture(NamedTuple):
+@dataclass(frozen=True)
+class Picture:
     """A drawn picture by reference: its PNG, and its row in the file of trajectories with that sha256.
 
     `first` is its first step with noise. `kept` is "" where nothing learns from it.
@@ -130,7 +132,7 @@ class Picture(NamedTuple):
         return from_json(cls, json.loads(text))
 
     def as_text(self) -> str:
-        return json.dumps(self._asdict())
+        return json.dumps(asdict(self))
 
 
 class Trajectories:

@@ -110,8 +110,8 @@ class Assembly:
             served = [self.config.rewards[source] for source in scorer.sources]
             sources = [index for index, spec in enumerate(config.rewards) if spec in served]
             if sources:
-                scorers.append(scorer._replace(sources=sources))
-        return self.started._replace(scorers=scorers)
+                scorers.append(replace(scorer, sources=sources))
+        return replace(self.started, scorers=scorers)
 
     def _scoring(self, engines: Sequence[Engine]) -> Scoring:
         policy = Policy(engines, self.tokenizer, self.started.max_model_len)

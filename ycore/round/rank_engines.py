@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import TypeAdapter
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -27,7 +27,8 @@ _DEFAULT_CAPACITY = 64
 """Requests of a role that a slot takes at once, where the engines' own limit is not known."""
 
 
-class EngineList(NamedTuple):
+@dataclass(frozen=True)
+class EngineList:
     """The engines that the launcher started, from `engines.json`.
 
     `engines` and those of `scorers` are slot by slot, as many on each; `num_slots` None is one engine a slot. `home`:

@@ -74,7 +74,8 @@ class ServedModel:
         return f"engine.{key}" if self.role == ROLLOUT else f"{key} of {self.name}"
 
 
-class ScorerEngines(NamedTuple):
+@dataclass(frozen=True)
+class ScorerEngines:
     """A model that scores: the indices of the reward sources it serves, and its engines' names, slot by slot."""
 
     role: str

@@ -376,10 +376,10 @@ FOREIGN_SOURCES = {
     "httpx": {
         "run/address.py",  # the client of all that is not ours
         "engine/server.py",  # engines of the run, on sockets of its folder
-        *("models/hub.py", "models/fetch.py", "data/source.py"),  # errors of the hub's client
+        *("models/names.py", "models/fetch.py", "data/source.py"),  # errors of the hub's client
     },
     "huggingface_hub": {
-        *("models/hub.py", "models/fetch.py", "data/source.py"),
+        *("models/names.py", "models/fetch.py", "data/source.py"),
         "api/trained.py",  # pushes
     },
     "datasets.load_dataset": {"data/source.py"},

@@ -32,8 +32,8 @@ from shaped_models import write_model, write_prompts
 from ycore.config.schema import RunConfig
 from ycore.config.trl_arguments import derive_batch
 from ycore.launch.layout import Site, layout_of, this_machine
-from ycore.models.hub import cache_dir
 from ycore.models.model_facts import ModelFacts, facts_of
+from ycore.models.names import cache_dir
 from ycore.placement.placement import JUDGE
 from ycore.plan.devices import GIB, Device, Fleet, measured_core
 from ycore.plan.memory import Strategy, Workload, workload_of

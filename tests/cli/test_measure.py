@@ -12,7 +12,7 @@ from ycore_cli.main import run
 from tests.tiny_model import write_tiny_model
 from ycore.evaluation.evaluator import _position_bias
 from ycore.evaluation.preflight import PreflightMeasurements, preflight_verdict
-from ycore.models.hub import HubAnswer
+from ycore.models.names import HubAnswer
 from ycore.run.files import TRACKER_GROUP
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -18,7 +18,7 @@ import pytest
 
 from tests.tiny_model import write_tiny_model
 from ycore.errors import ModelError
-from ycore.models.hub import build_once, cache_dir
+from ycore.models.names import build_once, cache_dir
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ASK = """
@@ -267,7 +267,7 @@ def test_the_built_in_name_needs_no_answer(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from ycore.models.hub import build_once
+from ycore.models.names import build_once
 
 def build(folder):
     (folder / "half").write_text("half")
@@ -278,7 +278,7 @@ build_once(Path(sys.argv[1]), build)
 COUNTED = """
 import sys, time
 from pathlib import Path
-from ycore.models.hub import build_once
+from ycore.models.names import build_once
 
 def build(folder):
     with open(sys.argv[2], "a") as log:

@@ -23,10 +23,9 @@ from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Engine
 from ycore.errors import EngineError, YcoreError
 from ycore.round.ahead import ControllerAhead
-from ycore.round.curriculum import Curriculum
 from ycore.round.in_flight import InFlight
 from ycore.round.peers import Peers
-from ycore.round.sampling import DrawSource, Rules, Shard
+from ycore.round.sampling import Curriculum, DrawSource, Rules, Shard
 from ycore.round.step import Controller
 from ycore.scoring.scoring import RewardPool
 from ycore.types import Completion, Group, Prompt

@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.errors import DataError
-from ycore.round.curriculum import Curriculum, chance_of, guesses_from, stats_of
-from ycore.round.sampling import DrawSource, Shard
+from ycore.round.sampling import (
+    Curriculum,
+    DrawSource,
+    Shard,
+    chance_of,
+    guesses_from,
+    stats_of,
+)
 from ycore.types import Prompt
 
 LEAST = 0.1

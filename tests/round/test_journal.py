@@ -9,10 +9,9 @@ import pytest
 
 from ycore.engine import Engine
 from ycore.errors import ConfigError, RunFolderError
-from ycore.round.curriculum import Curriculum
 from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers
-from ycore.round.sampling import DrawSource, Rules
+from ycore.round.sampling import Curriculum, DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.resuming import read_round, round_file
 from ycore.scoring.scoring import PendingGroup, Scoring

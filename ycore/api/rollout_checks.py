@@ -56,7 +56,7 @@ def check_rollouts(
         check_images(config)
     check_rows(config, prompts)
     if isinstance(config.sampling.curriculum, str):
-        from ycore.round.curriculum import guesses_from
+        from ycore.round.sampling import guesses_from
 
         guesses_from(prompts.prompts, config.sampling.curriculum, config.group_size)
     calls_in_text = _check_turns(config, model)

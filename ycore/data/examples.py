@@ -17,8 +17,7 @@ from typing import Any
 
 from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import TuneConfig
-from ycore.data.cells import Table, TableRow
-from ycore.data.row_images import images_of, with_marks
+from ycore.data.cells import Table, TableRow, images_of, with_marks
 from ycore.data.rows import (
     CONVERSATIONS,
     TEMPLATE_COLUMNS,

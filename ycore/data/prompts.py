@@ -7,9 +7,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ycore.config.schema import AGREES, MixturePart, RunConfig
-from ycore.data.cells import IMAGE_COLUMNS, Table, TableRow
+from ycore.data.cells import IMAGE_COLUMNS, Table, TableRow, images_of, with_marks
 from ycore.data.examples import pair_table
-from ycore.data.row_images import images_of, with_marks
 from ycore.data.rows import FORMS, RoleOrders, RowNeeds, RowReader, renamed
 from ycore.data.source import read_table
 from ycore.errors import DataError

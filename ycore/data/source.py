@@ -22,7 +22,7 @@ from pydantic_core import from_json
 from ycore.data.cells import Table
 from ycore.data.generated import gym_table, task_table
 from ycore.errors import DataError, nearest
-from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, first_line
+from ycore.models.names import ANSWER_WITHIN_S, ask_hub, first_line
 from ycore.types import JsonObject, Record
 
 _NO_HUB_NEEDED = "give a local file (.jsonl, .csv, .parquet), `task:addition` or another task, which need no hub"

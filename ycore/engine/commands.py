@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from ycore.engine.vllm_plugin import FORKED, SIGHTED
 from ycore.errors import ConfigError
-from ycore.models.hub import cache_dir
+from ycore.models.names import cache_dir
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.run.reports import RUN_MARKER
 from ycore.run.secrets import is_secret, redact_text

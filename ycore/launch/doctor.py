@@ -19,7 +19,7 @@ import psutil
 
 from ycore.engine.kinds import INSTALL_VLLM_ON_CPU, INSTALL_VLLM_ON_GPU
 from ycore.launch.layout import Gpu, this_machine, visible_gpus
-from ycore.models.hub import cache_dir
+from ycore.models.names import cache_dir
 from ycore.run.claim import installed_versions
 from ycore.sandbox.level import choose_level
 

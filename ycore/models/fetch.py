@@ -12,8 +12,17 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT
 
 from ycore.errors import ModelError
-from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, build_once, first_line
-from ycore.models.names import BUILTIN, BuiltinModel, ModelPlan, base_name, resolve_model
+from ycore.models.names import (
+    ANSWER_WITHIN_S,
+    BUILTIN,
+    BuiltinModel,
+    ModelPlan,
+    ask_hub,
+    base_name,
+    build_once,
+    first_line,
+    resolve_model,
+)
 from ycore.run.work import counted_in, working
 
 _CONVERT_WITHIN_S = 3600

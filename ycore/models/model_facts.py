@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import ModelError, nearest
-from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cached_snapshot
-from ycore.models.names import BUILTIN, read_settings
+from ycore.models.names import ANSWER_WITHIN_S, BUILTIN, ask_hub, cached_snapshot, read_settings
 from ycore.types import JsonObject, Record
 
 KNOWN_CONFIGS: Mapping[str, JsonObject] = json.loads(

@@ -19,7 +19,6 @@ from ycore.engine import Engine
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import Slots
 from ycore.rollout.turns import Generate, GroupStart, SingleTurnWriter
-from ycore.round.curriculum import stats_of
 from ycore.round.in_flight import NOTHING, InFlight
 from ycore.round.journal import Committed, Journal, load_states, record_metrics, states_of
 from ycore.round.meters import RoundMeter, collect
@@ -32,6 +31,7 @@ from ycore.round.sampling import (
     Quota,
     ReuseBuffer,
     Rules,
+    stats_of,
 )
 from ycore.run.tasks import ending, next_finished, together
 from ycore.run.trace import EVALUATION, ROUND, SYNC

@@ -66,7 +66,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     train_as_typed(context, "flow", options)
 
 
-def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str, Any]:
+def flow_plan(config: "FlowConfig", *, resume: "Resume | None") -> dict[str, Any]:
     """Plan the run as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.flow.flow_inputs import flow_model, load_conditions
     from ycore.flow.flow_settings import IMAGES
@@ -91,8 +91,8 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
                 run_folder=Path(config.output),
             )
     home = RunFolder(Path(config.output))
-    check_claim(home, config, resume=resume, resume_options=how)
-    if resume and not how.accept_changes:
+    check_claim(home, config, resume=resume)
+    if resume is not None and not resume.accept_changes:
         weights = model.root / model.part
         check_began_with(home, contents_of(prompts.identity, weights, config.code_files))
     return {

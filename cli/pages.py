@@ -101,7 +101,7 @@ def sections(page: str, text: str) -> Iterator[Section]:
     yield Section(page, heading, "".join(lines))
 
 
-def search(pages: Mapping[str, str], query: str, *, limit: int = 5) -> list[Section]:
+def search(pages: Mapping[str, str], query: str) -> list[Section]:
     """Rank sections by SQLite's full-text search: rare words first, in headings above titles above text."""
     import sqlite3
 
@@ -128,8 +128,8 @@ def search(pages: Mapping[str, str], query: str, *, limit: int = 5) -> list[Sect
         )
         table.executemany("insert into places values (?, ?, ?)", rows)
         ranked = table.execute(
-            "select rowid from places where places match ? order by bm25(places, 3.5, 3.5) limit ?",
-            (" OR ".join(f'"{word}"{"*" * (len(word) > 3)}' for word in words), limit),
+            "select rowid from places where places match ? order by bm25(places, 3.5, 3.5) limit 5",
+            [" OR ".join(f'"{word}"{"*" * (len(word) > 3)}' for word in words)],
         ).fetchall()
     return [places[rowid - 1] for (rowid,) in ranked]
 

@@ -204,13 +204,14 @@ def train(
         )
     family = FAMILIES.get(config.algorithm)
     with stdout_for_json(json):
-        step = None
-        if resume_from is not None:
-            step = parse_checkpoint(resume_from, RunFolder(Path(config.output)))
-        how = Resume(step=step, accept_changes=accept_changes)
-        result = training_plan(config, resume=resume, how=how, show_rows=show_rows)
-        if resume and dry_run:
-            result["resume"] = outlook(RunFolder(Path(config.output)), how)
+        folder = RunFolder(Path(config.output))
+        options = None
+        if resume:
+            step = None if resume_from is None else parse_checkpoint(resume_from, folder)
+            options = Resume(step=step, accept_changes=accept_changes)
+        result = training_plan(config, resume=options, show_rows=show_rows)
+        if options is not None and dry_run:
+            result["resume"] = outlook(folder, options)
         if not (json and dry_run):
             if family is None:
                 rows = plan_rows(result, resume=resume)
@@ -219,7 +220,7 @@ def train(
             resumed = (("resume", line) for line in result.get("resume", ()))
             print_table([*folded(rows), *folded(resumed)])
         if not dry_run:
-            result = run_training(config, result, resume=resume, how=how)
+            result = run_training(config, result, resume=options)
     if json:
         print_json(result)
     elif dry_run:

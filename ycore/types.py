@@ -344,7 +344,7 @@ class Group:
 class Finished:
     """A scored group; `teaches` says whether its rewards give a gradient.
 
-    `stats` is what it tells of its prompt, once (`round.curriculum.stats_of`).
+    `stats` is what it tells of its prompt, once (`round.sampling.stats_of`).
     """
 
     group: Group

@@ -21,6 +21,7 @@ from ycore.config.schema import (
 from ycore.config.trl_fields import fields_of
 from ycore.errors import RunFolderError
 from ycore.run.claim import (
+    AS_IT_WAS,
     FREE,
     FREE_OF_TRL,
     Claim,
@@ -57,7 +58,7 @@ def claim_and_release(folder: RunFolder, *, resume: bool = False, **changes: Any
 
 
 def test_a_new_folder_is_made_private_and_described(folder: RunFolder) -> None:
-    check_claim(folder, config_for(folder), resume=False)
+    check_claim(folder, config_for(folder), resume=None)
     assert not folder.root.exists()
     claim_and_release(folder)
     held = read_json(folder.config)
@@ -84,16 +85,15 @@ def test_another_run_is_refused_and_the_difference_named(folder: RunFolder) -> N
     with pytest.raises(
         RunFolderError, match=r"another run \(seed: 0 there, 7 here\).*--output"
     ):
-        check_claim(folder, config_for(folder, seed=7), resume=False)
+        check_claim(folder, config_for(folder, seed=7), resume=None)
     with pytest.raises(
         RunFolderError, match=r"another run \(seed: 0 there, 7 here\).*--accept-changes"
     ):
-        check_claim(folder, config_for(folder, seed=7), resume=True)
+        check_claim(folder, config_for(folder, seed=7), resume=AS_IT_WAS)
     check_claim(
         folder,
         config_for(folder, seed=7),
-        resume=True,
-        resume_options=Resume(accept_changes=True),
+        resume=Resume(accept_changes=True),
     )
 
 
@@ -103,7 +103,7 @@ def test_a_nested_difference_is_named_by_its_whole_key(folder: RunFolder) -> Non
     with pytest.raises(
         RunFolderError, match=r"\(trl\.learning_rate: 1e-05 there, 2e-05 here\)"
     ):
-        check_claim(folder, changed, resume=True)
+        check_claim(folder, changed, resume=AS_IT_WAS)
 
 
 def test_what_changes_nothing_that_is_learned_may_change(folder: RunFolder) -> None:
@@ -113,15 +113,15 @@ def test_what_changes_nothing_that_is_learned_may_change(folder: RunFolder) -> N
         "checkpoint_every": 3,
         "trl": {"logging_steps": 5, "report_to": "tensorboard"},
     }
-    check_claim(folder, config_for(folder, **more), resume=True)
+    check_claim(folder, config_for(folder, **more), resume=AS_IT_WAS)
     with pytest.raises(RunFolderError, match="steps: 100 there, 50 here"):
-        check_claim(folder, config_for(folder, steps=50), resume=True)
+        check_claim(folder, config_for(folder, steps=50), resume=AS_IT_WAS)
 
 
 def test_the_same_run_goes_on_only_with_resume(folder: RunFolder) -> None:
     claim_and_release(folder)
     with pytest.raises(RunFolderError, match="--resume"):
-        check_claim(folder, config_for(folder), resume=False)
+        check_claim(folder, config_for(folder), resume=None)
     claim_and_release(folder, resume=True)
     assert read_json(folder.config)["resume"] is True
 
@@ -130,11 +130,11 @@ def test_a_finished_run_is_refused(folder: RunFolder) -> None:
     claim_and_release(folder)
     write_json_atomic(folder.summary, {"status": "finished"})
     with pytest.raises(RunFolderError, match="finished"):
-        check_claim(folder, config_for(folder), resume=True)
-    check_claim(folder, config_for(folder, steps=101), resume=True)
-    check_claim(folder, config_for(folder), resume=True, resume_options=Resume(step=50))
+        check_claim(folder, config_for(folder), resume=AS_IT_WAS)
+    check_claim(folder, config_for(folder, steps=101), resume=AS_IT_WAS)
+    check_claim(folder, config_for(folder), resume=Resume(step=50))
     write_json_atomic(folder.summary, {"status": "interrupted"})
-    check_claim(folder, config_for(folder), resume=True)
+    check_claim(folder, config_for(folder), resume=AS_IT_WAS)
 
 
 @pytest.mark.parametrize("status", ["finished", "interrupted"])
@@ -145,7 +145,7 @@ def test_an_evaluation_never_goes_on(folder: RunFolder, status: str) -> None:
         RunFolderError,
         match="holds this evaluation already, and none goes on; choose another --outp",
     ):
-        check_claim(folder, config_for(folder, algorithm="eval"), resume=False)
+        check_claim(folder, config_for(folder, algorithm="eval"), resume=None)
 
 
 def test_foreign_files_are_refused_and_left_alone(folder: RunFolder) -> None:
@@ -164,14 +164,14 @@ def test_a_claim_that_was_killed_half_way_can_be_repeated(folder: RunFolder) -> 
 
 def test_nothing_to_resume_is_said(folder: RunFolder) -> None:
     with pytest.raises(RunFolderError, match=r"no run\.json"):
-        check_claim(folder, config_for(folder), resume=True)
+        check_claim(folder, config_for(folder), resume=AS_IT_WAS)
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="is a file"):
         check_claim(
-            RunFolder(tmp_path / "file"), config_for(RunFolder(tmp_path / "file")), resume=False
+            RunFolder(tmp_path / "file"), config_for(RunFolder(tmp_path / "file")), resume=None
         )
 
 
@@ -330,7 +330,7 @@ def test_secrets_are_not_written(folder: RunFolder, monkeypatch: pytest.MonkeyPa
     check_claim(
         folder,
         config_for(folder, trl={"hub_token": "x"}, dataset="https://me:y@example.org/d.jsonl"),
-        resume=True,
+        resume=AS_IT_WAS,
     )
 
 
@@ -429,4 +429,4 @@ def test_a_name_that_no_disk_takes_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(
         RunFolderError, match=r"--output .* cannot be used \(File name too long: "
     ):
-        check_claim(folder, config_for(folder), resume=False)
+        check_claim(folder, config_for(folder), resume=None)

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from simulator.recording import read_trace
 
+from ycore.run import trace
 from ycore.run.files import LineFollower
 from ycore.run.trace import (
     IN_FLIGHT,
@@ -75,10 +77,13 @@ def test_half_a_line_is_dropped_by_the_next_writer(tmp_path: Path) -> None:
     assert len(events_of(path)) == 5
 
 
-def test_the_newest_events_are_kept_in_bounded_files(tmp_path: Path) -> None:
+def test_the_newest_events_are_kept_in_bounded_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "_MAX_BYTES", 20_000)
     path = tmp_path / "trace.json"
     told = [Span("rollout", 0, 0, float(number), 0.5) for number in range(2000)]
-    ranks = [TraceWriter(path, max_bytes=20_000) for _ in range(2)]
+    ranks = [TraceWriter(path) for _ in range(2)]
     for number, span in enumerate(told):
         ranks[number % 2].add(span)
         ranks[number % 2].flush()

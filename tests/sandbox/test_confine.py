@@ -19,7 +19,9 @@ ALL_RIGHTS = 2**41 - 1
 DOCKERS = sum(1 << number for number in (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31))
 
 
-def test_the_environment_holds_a_few_harmless_variables_and_no_more(tmp_path: Path) -> None:
+def test_the_environment_holds_a_few_harmless_variables_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parent = {
         "HF_TOKEN": "x",
         "LANG": "C",
@@ -29,25 +31,22 @@ def test_the_environment_holds_a_few_harmless_variables_and_no_more(tmp_path: Pa
         "SSL_CERT_FILE": "c",
         "A": "b",
     }
-    seen = confined_environment(View(), run_id="one", scratch=tmp_path, parent=parent)
+    monkeypatch.setattr(os, "environ", parent)
+    seen = confined_environment(View(), run_id="one", scratch=tmp_path)
     assert {"HF_TOKEN", "A", "SSL_CERT_FILE"} & set(seen) == set()
     assert seen["LANG"] == "C" and seen["LC_ALL"] == "C" and seen["YCORE_RUN"] == "one"
     assert seen["HOME"] == seen["TMPDIR"] == str(tmp_path) and seen["HF_HUB_OFFLINE"] == "1"
-    online = confined_environment(
-        View(network=True), run_id="one", scratch=tmp_path, parent=parent
-    )
+    online = confined_environment(View(network=True), run_id="one", scratch=tmp_path)
     assert online["SSL_CERT_FILE"] == "c" and "HF_HUB_OFFLINE" not in online
 
 
-def test_a_cache_of_models_is_named_only_where_it_can_be_read(tmp_path: Path) -> None:
-    parent = {"HF_HOME": str(tmp_path / "hf")}
-    seen = confined_environment(
-        View(read=(tmp_path,)), run_id="", scratch=tmp_path, parent=parent
-    )
+def test_a_cache_of_models_is_named_only_where_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    seen = confined_environment(View(read=(tmp_path,)), run_id="", scratch=tmp_path)
     assert seen["HF_HOME"] == str(tmp_path / "hf")
-    assert "HF_HOME" not in confined_environment(
-        View(), run_id="", scratch=tmp_path, parent=parent
-    )
+    assert "HF_HOME" not in confined_environment(View(), run_id="", scratch=tmp_path)
 
 
 def test_what_is_closed_to_others_is_found_by_every_folder_on_the_way(tmp_path: Path) -> None:

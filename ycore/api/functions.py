@@ -245,7 +245,8 @@ def dry_run(
 
 def _train(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> Run:
     config = settings_config(algorithm, settings, resume=resume)
-    plan = outside_event_loop(lambda: training_plan(config, resume=resume, how=AS_IT_WAS))
+    options = AS_IT_WAS if resume else None
+    plan = outside_event_loop(lambda: training_plan(config, resume=options))
     tell_warnings(plan, depth=4)
-    run_training(config, plan, resume=resume, how=AS_IT_WAS)
+    run_training(config, plan, resume=options)
     return Run(config.output)

@@ -317,18 +317,20 @@ def stage_config(stage: Stage, keys: Record) -> AnyConfig:
 
 def stage_plan(config: AnyConfig, *, resume: bool) -> list[tuple[str, str]]:
     """Check a stage's run, and return the rows of its plan."""
-    return plan_rows(checked_plan(complete_config(config), resume=resume), resume=resume)
+    options = AS_IT_WAS if resume else None
+    return plan_rows(checked_plan(complete_config(config), resume=options), resume=resume)
 
 
 def run_stage_command(config: AnyConfig, *, resume: bool) -> Record:
     """Check a stage's run, do it in the foreground, and return its summary."""
     config = complete_config(config)
+    options = AS_IT_WAS if resume else None
     if config.algorithm == "eval":
         assert isinstance(config, RunConfig)
-        checked_plan(config, resume=resume)
+        checked_plan(config, resume=options)
         return run_evaluations([config])[config.model]
-    plan = training_plan(config, resume=resume, how=AS_IT_WAS)
-    return run_training(config, plan, resume=resume, how=AS_IT_WAS)
+    plan = training_plan(config, resume=options)
+    return run_training(config, plan, resume=options)
 
 
 @contextmanager

@@ -224,8 +224,7 @@ def _time(
     """Return the parts of a run's seconds and their sum, at the fast end and at the slow end."""
     start_s = start * efficiency_of(fleet.device).start_s
     run_s = [start_s + steps * seconds for seconds in step_s]
-    speeds = fleet.device.source
-    return {"start_s": start_s, "step_s": step_s, "run_s": run_s, "speeds": speeds}
+    return {"start_s": start_s, "step_s": step_s, "run_s": run_s, "speeds": fleet.device.source}
 
 
 def _fleet(config: BaseConfig, machine: Machine) -> Fleet | None:

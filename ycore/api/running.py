@@ -22,7 +22,6 @@ from ycore.models.names import (
     sighted_family,
 )
 from ycore.run.claim import (
-    AS_IT_WAS,
     Resume,
     check_claim,
     contents_of,
@@ -45,16 +44,14 @@ from ycore.types import JsonObject, Record
 def checked_plan(
     config: AnyConfig,
     *,
-    resume: bool = False,
-    how: Resume = AS_IT_WAS,
+    resume: Resume | None = None,
     trains: bool = True,
     show_rows: int = 1,
 ) -> JsonObject:
     """Plan the run as JSON values; UserError where it cannot work.
 
     Args:
-        resume: the run's folder must hold this run, instead of none.
-        how: the checkpoint to go on from, and whether the settings may differ.
+        resume: how to go on with this run, which its folder must hold; None where it holds none.
         trains: False for a preflight and an evaluation.
         show_rows: how many of the dataset's rows the plan shows.
     """
@@ -67,11 +64,11 @@ def checked_plan(
     batch = details.pop("batch")
     rows = details.pop("contents")
     check_needs(config)
-    check_claim(site.folder, config, resume=resume, resume_options=how)
+    check_claim(site.folder, config, resume=resume)
     contents = None
-    if model.ready_folder is not None and (resume or site.layout.num_machines > 1):
+    if model.ready_folder is not None and (resume is not None or site.layout.num_machines > 1):
         contents = contents_of(rows.identity, model.ready_folder, config.code_files)
-    if resume and not how.accept_changes:
+    if resume is not None and not resume.accept_changes:
         check_began_with(site.folder, contents)
     if isinstance(config, RunConfig) and config.own_functions:
         from ycore.trl.own_functions import check_own_functions
@@ -179,20 +176,20 @@ def _check_examples(
 
 
 def training_plan(
-    config: BaseConfig, *, resume: bool, how: Resume, show_rows: int = 1
+    config: BaseConfig, *, resume: Resume | None, show_rows: int = 1
 ) -> JsonObject:
     """Plan a training run as `checked_plan` does; UserError also where a checkpoint or journal cannot be used."""
     plan: JsonObject
     if family := FAMILIES.get(config.algorithm):
-        plan = load_reference(family.plan)(config, resume=resume, how=how)
+        plan = load_reference(family.plan)(config, resume=resume)
     else:
         assert isinstance(config, RunConfig | TuneConfig)
-        plan = checked_plan(config, resume=resume, how=how, show_rows=show_rows)
+        plan = checked_plan(config, resume=resume, show_rows=show_rows)
     folder = RunFolder(Path(config.output))
-    if how.step is not None:
-        check_checkpoint(folder, how.step)
-    if resume:
-        check_world(folder, how, world=plan["ranks"]["world"])
+    if resume is not None:
+        if resume.step is not None:
+            check_checkpoint(folder, resume.step)
+        check_world(folder, resume, world=plan["ranks"]["world"])
     if isinstance(config, RunConfig):
         check_num_kept(config.trl.get("save_total_limit"))
         if config.replay is not None:
@@ -210,18 +207,17 @@ def can_go_on(folder: RunFolder, *, for_longer: bool) -> bool:
     return not (measures or is_preflight) and (for_longer or not is_finished(folder))
 
 
-def run_training(config: BaseConfig, plan: Record, *, resume: bool, how: Resume) -> JsonObject:
+def run_training(config: BaseConfig, plan: Record, *, resume: Resume | None) -> JsonObject:
     """Train as the `training_plan` says, and return the run's summary."""
     from ycore.launch.launcher import TRAINER, run_worker  # a dry run needs none of it
 
-    if resume:
-        settle(
-            RunFolder(Path(config.output)), config, how, world=plan["ranks"]["world"], say=print
-        )
+    if resume is not None:
+        world = plan["ranks"]["world"]
+        settle(RunFolder(Path(config.output)), config, resume, world=world, say=print)
     return run_worker(
         TRAINER,
         config,
-        resume=resume,
+        resume=resume is not None,
         num_steps=plan["trl"]["max_steps"],
         contents=plan.get("contents"),
     )

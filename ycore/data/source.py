@@ -123,7 +123,7 @@ def _hub_file(name: str, file: str, *, unreachable: str) -> Path:
 
 
 def _as_table(name: str, rows: Any) -> Table:
-    """Return rows of the datasets library, with their pictures as bytes, which `row_images` decodes by its own rules."""
+    """Return rows of the datasets library, with their pictures as bytes, which `cells` decodes by its own rules."""
     from datasets import Image, List
 
     for column, feature in rows.features.items():
@@ -305,8 +305,7 @@ class JsonLines(Sequence[Record]):
                 yield self._checked(block[begin : begin + self._lengths[number]], number)
 
     def __getitem__(self, index: Any) -> Any:
-        line = self._read(self._starts[index], self._lengths[index])
-        return self._checked(line, index)
+        return self._checked(self._read(self._starts[index], self._lengths[index]), index)
 
     def _checked(self, line: bytes, index: int) -> JsonObject:
         if self._memory is None and hash(line) != self._hashes[index]:

@@ -57,8 +57,7 @@ class Inputs:
 def load_reward(spec: RewardConfig) -> Reward:
     """Import the function of a reward and bind its `args`; RewardError where one does not fit the other."""
     if ":" in spec.reward:
-        function = load_named(spec.reward, kind="reward", error=RewardError)
-        return _bind_custom(spec, function)
+        return _bind_custom(spec, load_named(spec.reward, kind="reward", error=RewardError))
     return _bind_builtin(spec)
 
 

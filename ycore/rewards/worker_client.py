@@ -74,13 +74,11 @@ def check_reward(
     settings: RewardSettings = _SETTINGS,
     sandbox: SandboxSettings = AUTO,
     run_folder: Path | None = None,
-    deadline_s: float = _CHECK_DEADLINE_S,
 ) -> None:
     """Raise RewardError for a reward that cannot be loaded, or that needs a column which the dataset lacks.
 
     Args:
-        spec: a rule, and not a judge or a reward model.
-        deadline_s: the limit of importing the user's code, which happens in a worker.
+        spec: a rule, and not a judge or a reward model. The user's code is imported in a worker.
     """
     if spec.range is not None and spec.range[0] >= spec.range[1]:
         raise RewardError(
@@ -90,18 +88,16 @@ def check_reward(
         confinement = reward_confinement(
             [spec], settings=settings, sandbox=sandbox, run_folder=run_folder, run_id="check"
         )
-        inputs = asyncio.run(_inputs_from_worker(spec, confinement, deadline_s))
+        inputs = asyncio.run(_inputs_from_worker(spec, confinement))
         require_reward_columns(spec.reward, inputs.required, columns)
     else:
         require_reward_columns(spec.reward, inputs_of(load_reward(spec)).required, columns)
 
 
-async def _inputs_from_worker(
-    spec: RewardConfig, confinement: Confinement, deadline_s: float
-) -> Inputs:
+async def _inputs_from_worker(spec: RewardConfig, confinement: Confinement) -> Inputs:
     for _ in range(MAX_STARTS):
         worker = RewardWorker(
-            [spec], confinement, log=None, name="check", start_timeout_s=deadline_s
+            [spec], confinement, log=None, name="check", start_timeout_s=_CHECK_DEADLINE_S
         )
         try:
             (inputs,) = await worker.start()
@@ -114,7 +110,7 @@ async def _inputs_from_worker(
             break  # else a file that was to be hidden, such as one being written, was gone before it could be
     if reason.startswith("timeout"):
         reason = (
-            f"importing reward {spec.reward!r} did not end within {deadline_s:g} s; "
+            f"importing reward {spec.reward!r} did not end within {_CHECK_DEADLINE_S:g} s; "
             "do slow work and slow imports inside the function"
         )
     elif reason.startswith("worker died"):

@@ -209,8 +209,6 @@ class ExpectedLengths:
     Every rank has the same memory, and a resumed run has it too: which requests share a batch follows from it.
     """
 
-    _MEMORY = 0.5  # weight that a group keeps when the prompt's next one comes
-
     def __init__(self) -> None:
         self._of: dict[int, float] = {}
         self._mean = 0.0
@@ -223,7 +221,7 @@ class ExpectedLengths:
         """Learn from the row and the cost of each group of a round."""
         for row, cost in costs:
             before = self._of.get(row, cost)
-            self._of[row] = before + (1 - self._MEMORY) * (cost - before)
+            self._of[row] = before + (1 - _MEMORY) * (cost - before)
         self._mean = fmean(self._of.values()) if self._of else 0.0
 
     def state_dict(self) -> list[Any]:
@@ -395,8 +393,7 @@ class Quota:
         # Every rank starts its own share before it knows of any other.
         counts = Counts(ready, num_writing, num_writing)
         self._first: int | None = self._room(self._num_wanted(need, counts), num_writing)
-        starts = num_writing + self._first
-        self._tally = peers.open_tally(need=need, ready=ready, starts=starts)
+        self._tally = peers.open_tally(need=need, ready=ready, starts=num_writing + self._first)
         self._counts = self._tally.add()
 
     def finish(self, items: Sequence[Finished], *, num_stale: int) -> None:

@@ -109,13 +109,14 @@ def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
     Raises:
         RunFolderError: another process has the folder, or what is in it does not fit `resume`.
     """
-    check_claim(folder, config, resume=resume)
+    options = AS_IT_WAS if resume else None
+    check_claim(folder, config, resume=options)
     with _usable(folder.root):
         make_folder(folder.root)
         folder_claim = Claim(folder)
         try:
             # Again: another command may have had the folder since.
-            check_claim(folder, config, resume=resume)
+            check_claim(folder, config, resume=options)
             for inner in (folder.logs, folder.checkpoints):
                 inner.mkdir(mode=0o700, exist_ok=True)
             folder.summary.unlink(missing_ok=True)
@@ -139,14 +140,8 @@ def _usable(root: Path) -> Iterator[None]:
         ) from None
 
 
-def check_claim(
-    folder: RunFolder, config: BaseModel, *, resume: bool, resume_options: Resume = AS_IT_WAS
-) -> None:
-    """Raise what `claim` would raise, but write nothing and wait for no lock.
-
-    Args:
-        resume_options: which checkpoint the resumed run starts from, and which changed settings it accepts.
-    """
+def check_claim(folder: RunFolder, config: BaseModel, *, resume: Resume | None) -> None:
+    """Raise what `claim` would raise, but write nothing and wait for no lock; `resume` is None for a new run."""
     check_secrets(config.model_dump(mode="json"))
     with _usable(folder.root):
         _check_writable(folder.root)
@@ -156,8 +151,8 @@ def check_claim(
                     f"{path} must be a file; remove it, or choose another --output"
                 )
         if folder.config.is_file():
-            _check_same_run(folder, config, resume=resume, resume_options=resume_options)
-        elif resume:
+            _check_same_run(folder, config, resume)
+        elif resume is not None:
             raise RunFolderError(
                 f"--resume needs the folder of a run, and {folder.root} holds no run.json; leave it out"
             )
@@ -198,12 +193,11 @@ def _check_unused(root: Path) -> None:
         )
 
 
-def _check_same_run(
-    folder: RunFolder, config: BaseModel, *, resume: bool, resume_options: Resume
-) -> None:
+def _check_same_run(folder: RunFolder, config: BaseModel, resume: Resume | None) -> None:
     root = folder.root
-    differences = [] if resume_options.accept_changes else changes(folder, config)
-    if differences and not resume:
+    accepts_changes = resume is not None and resume.accept_changes
+    differences = [] if accepts_changes else changes(folder, config)
+    if differences and resume is None:
         raise RunFolderError(
             f"{root} holds another run ({in_words(differences)}); choose another --output"
         )
@@ -216,15 +210,16 @@ def _check_same_run(
         raise RunFolderError(
             f"{root} holds this evaluation already, and none goes on; choose another --output"
         )
-    is_longer = resume_options.step is not None or _is_more(
-        config.model_dump().get("steps"), stored_config(folder).get("steps")
+    is_longer = resume is not None and (
+        resume.step is not None
+        or _is_more(config.model_dump().get("steps"), stored_config(folder).get("steps"))
     )
-    if is_finished(folder) and not (resume and is_longer):
+    if is_finished(folder) and not is_longer:
         raise RunFolderError(
             f"{root} holds this run, finished; go on for longer with `ycore resume {shlex.quote(str(root))} --steps N`, "
             "or choose another --output to run it again"
         )
-    if not resume:
+    if resume is None:
         raise RunFolderError(
             f"{root} holds this run, not finished; go on with --resume, or choose another --output"
         )

@@ -604,7 +604,7 @@ def settle(
     """
     folder_claim = Claim(folder)
     try:
-        check_claim(folder, config, resume=True, resume_options=options)
+        check_claim(folder, config, resume=options)
         newest = _newest_checkpoint(folder, options.step, world=world, say=say)
         step = 0 if newest is None else step_of(newest)
         folder.summary.unlink(missing_ok=True)  # a finished run that goes on is not finished

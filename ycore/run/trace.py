@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 from ycore.run.files import LineFollower
 
 _OPENING = "[\n"
+_MAX_BYTES = 32 * 2**20
 
 SWAP = "swap"
 ROUND = "round"
@@ -62,12 +63,11 @@ Event = Span | Levels | Mark
 class TraceWriter:
     """Appends events, which reach the disk with `flush`, or some hundred at a time; no `path` keeps no trace.
 
-    A file that has come to `max_bytes` takes the place of the one before it (`earlier_part`), and a new one begins.
+    A file that has come to `_MAX_BYTES` takes the place of the one before it (`earlier_part`), and a new one begins.
     """
 
-    def __init__(self, path: Path | None, *, max_bytes: int = 32 * 2**20) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._max_bytes = max_bytes
         self._lines: list[str] = []
 
     def add(self, event: Event) -> None:
@@ -88,7 +88,7 @@ class TraceWriter:
             size = file.seek(_end_of_last_line(file))
             file.truncate()
             file.write(((_OPENING if size == 0 else "") + text).encode())
-            if size < self._max_bytes <= file.tell():  # true of one rank's lines only
+            if size < _MAX_BYTES <= file.tell():  # true of one rank's lines only
                 self.path.replace(earlier_part(self.path))
 
 

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.machinery import all_suffixes
@@ -260,15 +260,15 @@ def landlock_refusal() -> str | None:
     return None
 
 
-def confined_environment(
-    view: View, *, run_id: str, scratch: Path, parent: Mapping[str, str] = os.environ
-) -> dict[str, str]:
-    """Return a few variables of `parent`, never a token or a key; home and temporary files are the scratch folder."""
+def confined_environment(view: View, *, run_id: str, scratch: Path) -> dict[str, str]:
+    """Return a few of our variables, never a token or a key; home and temporary files are the scratch folder."""
     names = _PASSED_ON | _WITH_NETWORK if view.network else _PASSED_ON
     variables = {
-        name: value for name, value in parent.items() if name in names or name.startswith("LC_")
+        name: value
+        for name, value in os.environ.items()
+        if name in names or name.startswith("LC_")
     }
-    cache = Path(parent.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    cache = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
     if any(cache.is_relative_to(path) for path in view.read):
         variables["HF_HOME"] = str(cache)
     if not view.network:

@@ -371,8 +371,7 @@ class AgreementScorer(Scorer):
 
     @classmethod
     def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
-        meter = context.meter(JudgeMeter)
-        return cls(agreement_of(spec), meter=meter, text_of=text_of(spec))
+        return cls(agreement_of(spec), meter=context.meter(JudgeMeter), text_of=text_of(spec))
 
     async def score_one(self, group: PendingGroup, index: int) -> Score:
         text = self.text_of(await group.tasks_G[index])

@@ -365,8 +365,7 @@ def _count_groups(rows: Sequence[Row], config: RunConfig) -> tuple[float, float]
     num_drawn = sum(number(row, "ycore/sampling/drawn") or size for row in rows)
     if config.teaches_alone:
         return num_drawn, num_drawn
-    num_taught = sum(_informative_groups(row, size) for row in rows)
-    return num_taught, num_drawn
+    return sum(_informative_groups(row, size) for row in rows), num_drawn
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

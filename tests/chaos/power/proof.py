@@ -206,7 +206,7 @@ def _judge(subject: Subject, cut: int, state: State, folder: RunFolder) -> str:
         promised = [one.kind for one in witness.promises if one.since <= cut]
         if promised:
             raise Broken(f"run.json is gone, and there had been {promised[-1]}")
-        check_claim(folder, config, resume=False)
+        check_claim(folder, config, resume=None)
         return "begins"
     if digest(folder.config.read_bytes()) not in witness.descriptions:
         raise Broken("run.json is not what was written")
@@ -217,7 +217,7 @@ def _judge(subject: Subject, cut: int, state: State, folder: RunFolder) -> str:
             return "finished"
     elif witness.promised(cut, "finished"):
         raise Broken("it was said to have finished, and the summary is gone")
-    check_claim(folder, config, resume=True)
+    check_claim(folder, config, resume=AS_IT_WAS)
     lines: list[str] = []
     settle(folder, config, AS_IT_WAS, world=1, say=lines.append)
     newest = newest_for(folder.checkpoints, world=1, say=lines.append)

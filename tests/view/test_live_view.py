@@ -1,7 +1,6 @@
 """The live view: what it says of a row, and that it fits a terminal."""
 
 import io
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,9 +167,9 @@ def test_it_never_shrinks_while_the_run_goes_on() -> None:
         .index(next(line for line in shown(view).splitlines() if "slot 2" in line))
     }
     for moment in (
-        replace(now, step_ended=1020.0),
-        replace(now, step_began=None),
-        replace(now, until=1100.0),
+        now._replace(step_ended=1020.0),
+        now._replace(step_began=None),
+        now._replace(until=1100.0),
     ):
         now = moment
         view.add({**ROW, "step": 4})

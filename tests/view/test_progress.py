@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +148,9 @@ def test_where_nothing_is_printed_a_line_says_what_goes_on() -> None:
         progress.step(ROW | {"step": 2})
         assert progress.now().startswith("after step 2/4, ")
         work = Work("evaluating", total=8, unit="prompts", done=2, began=1020.0)
-        scene = replace(scene, work=work)
+        scene = scene._replace(work=work)
         assert progress.now() == "evaluating for 10 s, 2 of 8 prompts, 0.2/s, 30 s left"
-        scene = replace(scene, is_over=True)
+        scene = scene._replace(is_over=True)
         assert progress.now() == ""
     finally:
         progress.close()

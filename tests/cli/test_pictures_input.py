@@ -64,7 +64,7 @@ def test_the_plan_says_what_stays_frozen(
             "--reward judge:{place}/blind.yaml",
             "judge:blind asks {place}/text, which reads text only; name a model that",
         ),
-        ("--reward reference_probability", "asks the policy about text only"),
+        ("--reward reference_probability", "reads text only"),
         ("--tools python", "tools, an environment or an agent"),
     ],
 )

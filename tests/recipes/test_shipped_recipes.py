@@ -4,7 +4,7 @@ import pytest
 
 from ycore.config.algorithms import ALGORITHMS
 from ycore.config.recipe_files import RecipeEntry, list_recipes, load_recipe
-from ycore.config.resolve import resolve
+from ycore.config.resolve import resolve_any
 from ycore.config.trl_arguments import derive_batch, derive_tune_batch
 from ycore.errors import ConfigError
 
@@ -19,7 +19,7 @@ FROM_EXAMPLES = [
     "name", [entry.name for entry in list_recipes() if entry.command == "grpo"]
 )
 def test_the_recipe_is_a_whole_run(name: str) -> None:
-    config = resolve(recipe=load_recipe(name), run_name=name)
+    config = resolve_any(recipe=load_recipe(name), run_name=name)
     assert config.output == f"runs/{name}"
     for world_size in (1, 2):
         derive_batch(config, world_size=world_size, on_cpu=True)
@@ -28,7 +28,7 @@ def test_the_recipe_is_a_whole_run(name: str) -> None:
 @pytest.mark.parametrize("entry", FROM_EXAMPLES, ids=str)
 def test_the_recipe_of_a_trainer_without_rollouts_is_a_whole_run(entry: RecipeEntry) -> None:
     recipe = load_recipe(entry.name, command=entry.command)
-    config = resolve(recipe=recipe, run_name=entry.name)
+    config = resolve_any(recipe=recipe, run_name=entry.name)
     assert config.output == f"runs/{entry.name}" and config.algorithm == entry.command
     for world_size in (1, 2):
         derive_tune_batch(

@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError
 from ycore.api.evaluations import run_evaluations
 from ycore.api.run_settings import complete_config
 from ycore.api.running import checked_plan, run_training, training_plan
-from ycore.api.tables import plan_rows
+from ycore.api.tables import Rows, plan_rows
 from ycore.config.algorithms import ALGORITHMS, find_algorithm
 from ycore.config.resolve import declared_error, parse_set, resolve, set_key
 from ycore.config.schema import AnyConfig, RunConfig, Strict, Whole
@@ -290,7 +290,7 @@ def _check_folder(pipeline: Pipeline, *, resume: bool) -> None:
         )
 
 
-def _checked_rows(stage: Stage) -> list[tuple[str, str]]:
+def _checked_rows(stage: Stage) -> Rows:
     """Return the rows of the stage's plan; UserError where it cannot work.
 
     A stage that takes a dataset or a reward model of an earlier one is only parsed: the rest is checked when it runs.
@@ -315,7 +315,7 @@ def stage_config(stage: Stage, keys: Record) -> AnyConfig:
         )
 
 
-def stage_plan(config: AnyConfig, *, resume: bool) -> list[tuple[str, str]]:
+def stage_plan(config: AnyConfig, *, resume: bool) -> Rows:
     """Check a stage's run, and return the rows of its plan."""
     options = AS_IT_WAS if resume else None
     return plan_rows(checked_plan(complete_config(config), resume=options), resume=resume)
@@ -392,7 +392,7 @@ def _stage_report(stage: Stage) -> JsonObject:
     }
 
 
-def report_rows(report: Record) -> list[tuple[str, str]]:
+def report_rows(report: Record) -> Rows:
     """List for each stage its name; its command, how it ended, and its main figures."""
     rows = []
     for stage in report["stages"]:

@@ -104,7 +104,7 @@ def plan_rows(plan: Record, *, resume: bool = False) -> Rows:
 def _length_rows(plan: Record) -> Rows:
     """Show the main settings, epochs, tokens and seconds of a run that trains."""
     length = plan["length"]
-    steps = plan["length"]["steps"]
+    steps = length["steps"]
     main = [
         f"{name.removeprefix('loss_type')} {setting_in_words(value)}".lstrip()
         for name, value in plan["main"].items()

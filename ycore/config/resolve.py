@@ -36,10 +36,9 @@ def resolve(
     recipe: Record | None = None,
     sets: Sequence[str] = (),
     options: Record | None = None,
-    run_name: str | None = None,
 ) -> AnyConfig:
-    """Resolve the config of a run that TRL trains or that is measured; the arguments are those of `resolve_any`."""
-    config = resolve_any(recipe=recipe, sets=sets, options=options, run_name=run_name)
+    """Resolve the config of a run that TRL trains or that is measured; the arguments are as in `resolve_any`."""
+    config = resolve_any(recipe=recipe, sets=sets, options=options)
     find_algorithm(config.algorithm)
     assert isinstance(config, RunConfig | TuneConfig)
     return config

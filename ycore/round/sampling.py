@@ -330,7 +330,7 @@ def rules_of(
     )
 
 
-@dataclass(slots=True)
+@dataclass
 class AcceptanceRate:
     """A moving average of the share of groups that can teach; it starts at 1."""
 

@@ -446,10 +446,6 @@ class ReferenceScorer(Scorer):
         require_reward_columns(REFERENCE, ["answer"], prompts.columns)
 
     @classmethod
-    def image_problem(cls, spec: RewardConfig, config: RunConfig) -> str | None:
-        return "asks the policy about text only"
-
-    @classmethod
     def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
         return cls(settings_of(spec, Reference), context.policy)
 

@@ -214,23 +214,6 @@ def test_a_rank_that_dies_gives_its_turns_back(socket: Path, start: Start) -> No
     run(work())
 
 
-def test_a_rank_that_comes_with_other_slots_ends_it_in_words(
-    socket: Path, tmp_path: Path
-) -> None:
-    log = (tmp_path / "log").open("wb")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ycore.placement.service", str(socket), "2"], stderr=log
-    )
-
-    async def work() -> None:
-        await opened(slots_of(0, socket), slots_of(1, socket, words="dynamic"))
-        await asyncio.sleep(0.1)
-
-    run(work())
-    assert process.wait(10) != 0
-    assert "rank 1 comes with" in (tmp_path / "log").read_text()
-
-
 def test_an_allocator_that_never_comes_is_an_error_in_time(socket: Path) -> None:
     async def work() -> None:
         with pytest.raises(

@@ -19,7 +19,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -194,7 +193,7 @@ _RETRY_EVERY_S = 0.05
 _GONE = "the allocator of this machine's slots is gone (see logs/allocator.log)"
 
 
-class RemoteAllocator(asyncio.Protocol):
+class RemoteAllocator:
     """A `SharedAllocator` in another process. Its first message says which rank this is, and of which slots."""
 
     def __init__(
@@ -206,11 +205,9 @@ class RemoteAllocator(asyncio.Protocol):
         self._socket = socket
         self._placement = placement
         self._fail: Callable[[BaseException], None] = lambda error: None
-        self._transport: asyncio.WriteTransport | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._unread = b""
-        self._is_closing = False
 
     def listen(self, listener: SlotListener, fail: Callable[[BaseException], None]) -> None:
         """Call `fail` once the allocator is gone."""
@@ -218,11 +215,13 @@ class RemoteAllocator(asyncio.Protocol):
         self._fail = fail
 
     async def open(self, *, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
         deadline = time.monotonic() + timeout_s
-        while self._transport is None:
+        while self._writer is None:
             with suppress(FileNotFoundError, ConnectionRefusedError):
-                await loop.create_unix_connection(lambda: self, str(self._socket))
+                reader, self._writer = await asyncio.open_unix_connection(str(self._socket))
+                self._send("join", self.rank, asdict(self.pool), str(self._placement))
+                self._listening = asyncio.create_task(self._listen(reader))
+                self._listening.add_done_callback(self._has_ended)
                 return
             if time.monotonic() > deadline:
                 raise RunError(
@@ -231,28 +230,28 @@ class RemoteAllocator(asyncio.Protocol):
             await asyncio.sleep(_RETRY_EVERY_S)
 
     def close(self) -> None:
-        self._is_closing = True
-        if self._transport is not None:
-            self._transport.close()
+        if self._writer is not None:
+            self._listening.cancel()
+            self._writer.close()
 
     def ask(self, request: int, role: str, length: float) -> None:
-        self._send("ask", None, request, role, length)
+        self._send("ask", request, role, length)
 
     def ended(self, request: int) -> None:
-        self._send("ended", None, request)
+        self._send("ended", request)
 
     def withdraw(self, request: int) -> None:
-        self._send("withdraw", None, request)
+        self._send("withdraw", request)
 
     def swapped(self, slot: int) -> None:
-        self._send("swapped", None, slot)
+        self._send("swapped", slot)
 
     async def begin_round(self, state: Mapping[str, Any] | None) -> tuple[list[str], bool]:
         awake, gathers = await self._call("begin_round", state)
         return awake, gathers
 
     def engines_awake(self) -> None:
-        self._send("engines_awake", None)
+        self._send("engines_awake")
 
     async def end_round(self) -> tuple[list[float], list[float]]:
         measurements, usage = await self._call("end_round")
@@ -265,32 +264,28 @@ class RemoteAllocator(asyncio.Protocol):
     async def _call(self, method: str, *arguments: Any) -> Any:
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
-        self._send(method, number, *arguments)
+        self._send(method, *arguments, call=number)
         return await reply
 
-    def _send(self, method: str, call: int | None, *arguments: Any) -> None:
-        if self._transport is None or self._transport.is_closing():
+    def _send(self, method: str, *arguments: Any, call: int | None = None) -> None:
+        if self._writer is None or self._writer.is_closing():
             raise RunError(_GONE)
-        self._transport.write(encode([method, call, *arguments]))
+        send(self._writer, [method, call, *arguments])
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-        self._send("join", None, self.rank, asdict(self.pool), str(self._placement))
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        with suppress(ConnectionError):
+            async for line in reader:
+                method, *arguments = json.loads(line)
+                if method == "reply":
+                    number, value = arguments
+                    reply = self._replies.pop(number)
+                    if not reply.done():
+                        reply.set_result(value)
+                else:
+                    getattr(self._listener, method)(*arguments)
 
-    def data_received(self, data: bytes) -> None:
-        messages, self._unread = decode(self._unread + data)
-        for method, *arguments in messages:
-            if method == "reply":
-                number, value = arguments
-                reply = self._replies.pop(number)
-                if not reply.done():
-                    reply.set_result(value)
-            else:
-                getattr(self._listener, method)(*arguments)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._is_closing:
+    def _has_ended(self, listening: asyncio.Task[None]) -> None:
+        if listening.cancelled():  # closed here
             return
         for reply in self._replies.values():
             if not reply.done():
@@ -298,14 +293,8 @@ class RemoteAllocator(asyncio.Protocol):
         self._fail(RunError(_GONE))
 
 
-def encode(message: list[Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-def decode(data: bytes) -> tuple[list[list[Any]], bytes]:
-    """Return the whole messages, and the beginning of the next one."""
-    *lines, unread = data.split(b"\n")
-    return [json.loads(line) for line in lines], unread
+def send(writer: asyncio.StreamWriter, message: list[Any]) -> None:
+    writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
 
 class Service:
@@ -315,7 +304,6 @@ class Service:
         self.num_ranks = num_ranks
         self.is_over = asyncio.Event()
         self._ranks: set[int] = set()
-        self._slots: tuple[dict[str, Any], str] | None = None
         self._shared: SharedAllocator | None = None
 
     def join(
@@ -325,11 +313,6 @@ class Service:
             slot_pool = SlotPool(**{**pool, "roles": tuple(pool["roles"])})
             allocator = Allocator(slot_pool, parse_placement(placement))
             self._shared = SharedAllocator(allocator, self.num_ranks)
-            self._slots = (pool, placement)
-        if (pool, placement) != self._slots or rank in self._ranks:
-            raise ValueError(
-                f"rank {rank} comes with {pool} and {placement}; the slots are {self._slots}"
-            )
         self._ranks.add(rank)
         self._shared.listen(connection, rank)
         return self._shared
@@ -342,39 +325,30 @@ class Service:
             self.is_over.set()
 
 
-class Connection(asyncio.Protocol):
+class Connection:
     """One rank, as the shared allocator calls it."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._rank: int | None = None
-        self._shared: SharedAllocator | None = None
-        self._unread = b""
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
         self._calls: set[asyncio.Future[None]] = set()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        messages, self._unread = decode(self._unread + data)
-        for method, call, *arguments in messages:
-            if self._shared is None:
-                self._rank, pool, placement = arguments
-                self._shared = self._service.join(self._rank, pool, placement, self)
-                continue
-            result = getattr(self._shared, method)(*arguments)
-            if inspect.isawaitable(result):
-                task = asyncio.ensure_future(self._reply(call, result))
-                self._calls.add(task)
-                task.add_done_callback(self._reply_done)
+    async def serve(self, service: Service, reader: asyncio.StreamReader) -> None:
+        """Call what the rank asks for, until it is gone."""
+        _, _, rank, pool, placement = json.loads(await reader.readline())
+        shared = service.join(rank, pool, placement, self)
+        with suppress(ConnectionError):
+            async for line in reader:
+                method, call, *arguments = json.loads(line)
+                result = getattr(shared, method)(*arguments)
+                if inspect.isawaitable(result):
+                    task = asyncio.ensure_future(self._reply(call, result))
+                    self._calls.add(task)
+                    # An error goes to the loop's handler, which ends the process.
+                    task.add_done_callback(self._calls.discard)
+        service.leave(rank)
 
     async def _reply(self, call: int, result: Awaitable[Any]) -> None:
         self._send("reply", call, await result)
-
-    def _reply_done(self, task: asyncio.Future[None]) -> None:
-        self._calls.discard(task)
-        task.result()  # an error goes to the loop's handler, which ends the process
 
     def start(self, request: int, slot: int) -> None:
         self._send("start", request, slot)
@@ -386,12 +360,8 @@ class Connection(asyncio.Protocol):
         self._send("queues", *counts)
 
     def _send(self, method: str, *arguments: Any) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(encode([method, *arguments]))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._rank is not None:
-            self._service.leave(self._rank)
+        if not self._writer.is_closing():
+            send(self._writer, [method, *arguments])
 
 
 async def serve_allocator(socket: Path, num_ranks: int) -> None:
@@ -409,7 +379,11 @@ async def serve_allocator(socket: Path, num_ranks: int) -> None:
     )  # a decision that fails ends the process, and with it the run
     socket.unlink(missing_ok=True)
     service = Service(num_ranks)
-    server = await loop.create_unix_server(partial(Connection, service), str(socket))
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await Connection(writer).serve(service, reader)
+
+    server = await asyncio.start_unix_server(serve, str(socket))
     async with server:
         over = asyncio.ensure_future(service.is_over.wait())
         await asyncio.wait([over, failed], return_when=asyncio.FIRST_COMPLETED)

@@ -1,5 +1,6 @@
 """Health checks without an event loop, against real servers on unix sockets; retries are in test_vllm_engine."""
 
+import asyncio
 import gc
 import http.server
 import socketserver
@@ -9,10 +10,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ycore.engine.server import is_healthy, request_succeeds
+from ycore.engine.server import Server, is_healthy, request_succeeds
 
 
 @pytest.fixture
@@ -42,13 +44,13 @@ def serving(socket: Path, status: int, *, after_s: float = 0.0) -> Iterator[list
         def address_string(self) -> str:
             return "test"
 
-    class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    class ThreadingServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         daemon_threads = True
 
         def handle_error(self, request: object, client_address: object) -> None:
             """A client that gave up is no error here."""
 
-    with Server(str(socket), Handler) as server:
+    with ThreadingServer(str(socket), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield seen
@@ -95,3 +97,26 @@ def test_no_socket_and_nobody_behind_it_are_not_healthy(socket: Path) -> None:
     with serving(socket, 200):
         pass
     assert socket.exists() and not is_healthy(socket)
+
+
+def test_a_request_in_flight_counts_once_where_a_lost_engine_comes_back(socket: Path) -> None:
+    """Its socket has led to another engine, whose process is still there."""
+    back, other = socket.with_name("back.sock"), socket.with_name("other.sock")
+    socket.symlink_to(other)
+
+    async def work(seen: list[str]) -> Any:
+        server = Server("rollout-0", socket, request_timeout_s=60)
+        asked = asyncio.ensure_future(server.request("POST", "/v1/completions"))
+        while "POST /v1/completions" not in seen:
+            await asyncio.sleep(0.01)
+        link = socket.with_suffix(".link")
+        link.symlink_to(back)
+        link.replace(socket)
+        assert await asked is None
+        await server.request("POST", "/later")
+        await server.close()
+
+    with serving(other, 200, after_s=0.5) as seen_there, serving(back, 200) as seen_back:
+        asyncio.run(work(seen_there))
+    assert seen_there == ["GET /health", "POST /v1/completions"]
+    assert seen_back == ["GET /health", "POST /later"]

@@ -2,8 +2,8 @@
 
 The launcher restarts a dead engine behind the same socket. A request that was in flight is sent again to the new
 process, with the same seed: its first answer never came, so there is no second one. The socket's file identifies the
-process, as every process creates its own. An answer counts only while the file is still that of the process that was
-prepared before the request.
+process, as every process creates its own. An answer counts where the file of the process that was prepared before the
+request is still there. An engine on another machine has a link, which leads to another engine while it is lost.
 
 A request has one deadline, however often it is sent: `request_timeout_s`, and `restart_timeout_s` more where its
 process is lost meanwhile.
@@ -28,13 +28,29 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from socket import AF_UNIX
 from socket import socket as Socket
-from typing import Any
+from typing import Any, NamedTuple
 
 from ycore.config.schema import EngineSettings
 from ycore.errors import EngineError
 from ycore.placement.slots import Sleeper
 
-Process = tuple[int, int]  # the inode and the modification time of its socket
+
+class Process(NamedTuple):
+    """A process by its socket's file."""
+
+    socket: Path
+    inode: int
+    modified_ns: int
+
+
+def process_at(socket: Path) -> Process | None:
+    """Return the process that a socket leads to, if there is one."""
+    with contextlib.suppress(OSError):
+        socket = socket.resolve()
+        status = socket.stat()
+        return Process(socket, status.st_ino, status.st_mtime_ns)
+    return None
+
 
 _RETRY_PAUSES_S = (
     0.05,
@@ -99,8 +115,6 @@ class Server:
         request_timeout_s: float,
         restart_timeout_s: float = 900.0,
     ) -> None:
-        import httpx
-
         self.name = name
         self.socket = socket
         self.restarts = self.in_flight = 0
@@ -110,16 +124,7 @@ class Server:
         self._prepared: Process | None = None
         self._is_suspect = False
         self._lock = asyncio.Lock()
-        # The server closes a connection after 5 s without a request, as in a training step; ours are dropped well before.
-        self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(
-                uds=str(socket),
-                limits=httpx.Limits(max_connections=None, keepalive_expiry=1.0),
-                verify=False,
-            ),
-            base_url=f"http://{name}",
-            timeout=None,  # `request` has the deadline
-        )
+        self._clients: dict[Path, Any] = {}  # by socket
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Return once the server is healthy; EngineError where it is not within `timeout_s`."""
@@ -178,15 +183,17 @@ class Server:
         *,
         content: AsyncIterable[bytes] | None = None,
         is_json: bool = True,
+        process: Process | None = None,
     ) -> Any:
-        """Send one request to whatever process is there; NoAnswer where a retry may help, else EngineError.
+        """Send one request to a process, or whichever is there; NoAnswer where a retry may help, else EngineError.
 
         Returns the answer's JSON, None where it is empty; its text with `is_json=False`.
         """
         import httpx
 
+        client = self._client(process.socket if process else self.socket.resolve())
         try:
-            response = await self._client.request(method, path, json=body, content=content)
+            response = await client.request(method, path, json=body, content=content)
         except httpx.HTTPError as error:
             why = str(error) or type(error).__name__
             raise NoAnswer(
@@ -221,7 +228,24 @@ class Server:
         self._prepared = None
 
     async def close(self) -> None:
-        await self._client.aclose()
+        for client in self._clients.values():
+            await client.aclose()
+
+    def _client(self, socket: Path) -> Any:
+        import httpx
+
+        if socket not in self._clients:
+            # The server closes a connection after 5 s without a request, as in a training step; ours are dropped before.
+            self._clients[socket] = httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(
+                    uds=str(socket),
+                    limits=httpx.Limits(max_connections=None, keepalive_expiry=1.0),
+                    verify=False,
+                ),
+                base_url=f"http://{self.name}",
+                timeout=None,  # `request` has the deadline
+            )
+        return self._clients[socket]
 
     async def _retry(
         self, method: str, path: str, body: Mapping[str, Any] | None, failures: list[str]
@@ -232,7 +256,7 @@ class Server:
             before = self._process()
             try:
                 prepared = await self._prepared_process()
-                answer = await self.request_once(method, path, body)
+                answer = await self.request_once(method, path, body, process=prepared)
             except NoAnswer as error:
                 failures.append(str(error))
                 self._is_suspect = True
@@ -242,7 +266,7 @@ class Server:
                         raise
                     await asyncio.sleep(pause)
                 continue
-            if self._process() == prepared:
+            if process_at(prepared.socket) == prepared:
                 return answer
 
     async def _prepared_process(self) -> Process:
@@ -252,30 +276,22 @@ class Server:
         async with self._lock:
             await self._wait_healthy()
             process = self._process()
-            if process is None:
-                raise NoAnswer(f"{self.name}: gone again; see logs/{self.name}.log")
             was_mine = await self.prepare() if process != self._prepared else True
+            if process is None or process != self._process():
+                raise NoAnswer(f"{self.name}: gone again; see logs/{self.name}.log")
             self.restarts += int(was_mine and self._last_seen not in (None, process))
             self._last_seen = self._prepared = process
             self._is_suspect = False
             return process
 
     def _process(self) -> Process | None:
-        with contextlib.suppress(OSError):
-            status = self.socket.stat()
-            return status.st_ino, status.st_mtime_ns
-        return None
+        return process_at(self.socket)
 
-    async def _wait_healthy(self) -> None:
-        import httpx
-
+    async def _wait_healthy(self) -> Any:
         while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if (
-                    self.socket.exists()
-                    and (await self._client.get("/health", timeout=5)).is_success
-                ):
-                    return
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(5):
+                    return await self.request_once("GET", "/health")
             await asyncio.sleep(0.2)
 
 

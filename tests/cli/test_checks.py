@@ -13,6 +13,8 @@ from tests.chaos.command_lines import GRPO, command_words
 from tests.tiny_model import write_tiny_model
 from ycore.api.tables import folded
 from ycore.config.resolve import resolve
+from ycore.launch.layout import Machine
+from ycore.plan.devices import measured_core
 from ycore.run.claim import claim
 from ycore.run.files import RunFolder
 
@@ -198,6 +200,56 @@ def test_the_plan_forecasts_seconds_epochs_and_tokens(
     assert "by speeds measured here, now" in " ".join(forecast.split()) and "a step" in forecast
     lines = out.splitlines()
     assert len(lines) < 24 and max(map(len, lines[2:])) <= 80, out
+
+
+def test_forecasts_count_the_slots_of_other_machines(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = measured_core()
+    monkeypatch.setattr("ycore.api.planning.measured_core", lambda dtype: core)
+    other = Machine(tuple(range(8)), ())
+    monkeypatch.setattr("ycore.launch.engines.machine_of", lambda host: other)
+
+    def forecast(*sets: str) -> Any:
+        words = ["grpo", "--recipe", "quickstart", "--model", f"{place}/model", "--dry-run"]
+        words += ["--output", str(place / "out"), "--json", "--set", "engine.count=1"]
+        assert run([*words, *(word for key in sets for word in ("--set", key))]) == 0
+        return json.loads(capfd.readouterr().out)["length"]["time"]["step_s"][1]
+
+    beside = forecast("engine.hosts=[b]")
+    assert beside < forecast()
+    apart = forecast("engine.hosts=[b]", "engine.count=0")
+    assert beside < apart, "two slots write and not three"
+    assert forecast("engine.hosts=[b]", "engine.count=0", "sampling.max_staleness=1") < apart
+
+
+def test_plans_count_the_slots_of_other_machines(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Machine((0,), ("0", "1"), device_bytes=80e9)
+    monkeypatch.setattr("ycore.launch.engines.machine_of", lambda host: other)
+
+    def fastest(*sets: str) -> Any:
+        words = [
+            "plan",
+            "--model",
+            "Qwen/Qwen2.5-0.5B-Instruct",
+            "--devices",
+            "2x80GB",
+            "--json",
+        ]
+        assert run([*words, *(word for key in sets for word in ("--set", key))]) == 0
+        return json.loads(capfd.readouterr().out)["fits"][0]
+
+    hosts = "engine.hosts=[b]"
+    alone, beside, apart = (fastest(*sets) for sets in ([], [hosts], [hosts, "engine.count=0"]))
+    slots = [
+        (made["strategy"]["slots"], made["strategy"]["away"]) for made in (alone, beside, apart)
+    ]
+    assert slots == [(2, 0), (2, 2), (0, 2)]
+    assert beside["seconds"]["round"] < alone["seconds"]["round"]
+    assert "rollout" not in apart["memory"]["train"]
+    assert "2 slots on other machines" in apart["strategy"]["in_words"]
 
 
 def test_the_plan_of_given_examples_has_its_length_too(

@@ -24,7 +24,7 @@ from tests.tiny_model import write_tiny_model
 from ycore import __version__
 from ycore.launch.guardian import remove_leftovers
 from ycore.launch.layout import MEETING_SECRET
-from ycore.placement.placement import ROLLOUT
+from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
 from ycore.run.trace import Span, parse_event
@@ -338,11 +338,11 @@ def test_whatever_ends_the_run_ends_all_of_it(
     terminal.assert_nothing_is_left([terminal.host], began)
 
 
-def slots_that_wrote(folder: RunFolder) -> list[int]:
+def slots_that_wrote(folder: RunFolder, role: str = ROLLOUT) -> list[int]:
     """The slot of each request, in the order in which they ended."""
     events = filter(None, map(parse_event, folder.trace.read_text().splitlines()))
     spans = (event for event in events if isinstance(event, Span))
-    return [span.slot for span in spans if span.name == ROLLOUT]
+    return [span.slot for span in spans if span.name == role]
 
 
 def test_an_engine_elsewhere_writes_is_lost_and_comes_back(terminal: Terminal) -> None:
@@ -368,6 +368,34 @@ def test_an_engine_elsewhere_writes_is_lost_and_comes_back(terminal: Terminal) -
     rows = read_metrics(terminal.folder.metrics)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert min(row["ycore/sync_proved"] for row in rows[-2:]) == 1.0
+    terminal.assert_nothing_is_left(terminal.hosts, time.monotonic())
+
+
+JUDGE_FILE = """
+rubric: Is it good?
+verdict: {kind: json, min: 0, max: 1}
+model: model
+max_model_len: 512
+max_tokens: 64
+"""
+
+
+def test_a_judge_elsewhere_answers_is_lost_and_comes_back(terminal: Terminal) -> None:
+    """Its engines need no weights. No engine is on the trainer's machine, so the run waits."""
+    (terminal.place / "judge.yaml").write_text(JUDGE_FILE)
+    terminal.open_doors(ranks=None, hosts=terminal.hosts[:1])
+    more = "--steps 20 --reward judge:judge.yaml --set engine.count=0"
+    command = terminal.start_with_engines(["node0"], more, {})
+    terminal.wait_for_steps(2)
+    assert set(slots_that_wrote(terminal.folder, JUDGE)) <= {0, 1}
+    terminal.hosts[0].cut()
+    terminal.wait_until_said("judge-0 on node0 ended with exit status 255")
+    terminal.hosts[0].join()
+    assert command.wait(HANG_S) == 0, terminal.said()
+    assert "judge-0 is back" in terminal.said()
+    rows = read_metrics(terminal.folder.metrics)
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert all(0 < row["rewards/judge/mean"] < 1 for row in rows), rows[0].keys()
     terminal.assert_nothing_is_left(terminal.hosts, time.monotonic())
 
 

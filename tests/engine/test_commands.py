@@ -78,7 +78,7 @@ def test_the_command_on_cpu() -> None:
 
 
 def test_the_command_on_a_device() -> None:
-    gpu = replace(CPU, cores=None, devices=("3",), gpu_memory_utilization=0.3)
+    gpu = replace(CPU, cores=(), devices=("3",), gpu_memory_utilization=0.3)
     command = engine_command(gpu)
     assert "--enforce-eager" not in command
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.3"
@@ -91,7 +91,7 @@ def test_the_command_on_a_device() -> None:
 
 def test_what_makes_an_engine_repeat_itself_to_the_bit() -> None:
     """On a CPU a patch, and no split of keys among threads; on a device vLLM's own mode where asked."""
-    gpu = replace(CPU, cores=None, devices=("3",), gpu_memory_utilization=0.3)
+    gpu = replace(CPU, cores=(), devices=("3",), gpu_memory_utilization=0.3)
     assert environment_from({}, CPU)["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
     assert "VLLM_BATCH_INVARIANT" not in environment_from({}, gpu)
     assert environment_from({}, replace(gpu, deterministic=True))["VLLM_BATCH_INVARIANT"] == "1"
@@ -351,7 +351,7 @@ def test_what_ycore_sets_is_refused_with_what_to_say_instead(name: str, way_out:
     ) and way_out in str(refused.value)
 
 
-GPU = replace(CPU, cores=None, devices=("0",), gpu_memory_utilization=0.5, sleeps=True)
+GPU = replace(CPU, cores=(), devices=("0",), gpu_memory_utilization=0.5, sleeps=True)
 ON_A_DEVICE = {
     "policy": GPU,
     "awake": replace(GPU, sleeps=False),

@@ -181,7 +181,7 @@ def _spec(run: RunFolder, model: Path, gpus: tuple[Gpu, ...]) -> EngineSpec:
         max_model_len=128,
         max_num_seqs=16,
         seed=0,
-        cores=None if gpus else (min(os.sched_getaffinity(0)),),
+        cores=() if gpus else (min(os.sched_getaffinity(0)),),
         devices=(gpus[0].id,) if gpus else (),
         gpu_memory_utilization=_SHARE,
         sleeps=bool(gpus),

@@ -218,13 +218,15 @@ def test_the_socket_of_an_engine_elsewhere_may_have_any_name(folder: RunFolder) 
 def test_a_lost_engine_leads_to_one_that_is_ready_and_on_to_the_next(tmp_path: Path) -> None:
     engines: list[Any] = [
         SimpleNamespace(
-            engine=SimpleNamespace(role="rollout", socket=tmp_path / f"{name}.sock"),
+            engine=SimpleNamespace(
+                role="judge", model=Path(model), socket=tmp_path / f"{name}.sock"
+            ),
             socket=tmp_path / f"{name}.own",
             is_ready=name != "a",
         )
-        for name in "abc"
+        for name, model in zip("axbc", ("mine", "other", "mine", "mine"), strict=True)
     ]
-    lost, second, third = engines
+    lost, _, second, third = engines
     lost.lead_to = partial(LiveEngine.lead_to, lost)
     watch = EngineWatch(engines)
     lost.lead_to(lost.socket)

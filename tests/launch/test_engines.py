@@ -9,6 +9,7 @@ from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine.kinds import TRANSFORMERS, VLLM, choose_kind
 from ycore.engine.vllm_plugin import SERVED
 from ycore.errors import ConfigError
+from ycore.launch import engines
 from ycore.launch.engine_watch import start_order
 from ycore.launch.engines import EnginePlan, model_length, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site, this_machine
@@ -84,8 +85,8 @@ def test_on_many_cores_two_engines_share_them(plan: Plan) -> None:
 def test_on_devices_one_engine_each(plan: Plan) -> None:
     made = plan(config_with(algorithm="eval"), TWO_DEVICES, trains=False)
     assert [(engine.cores, engine.devices) for engine in made.engines] == [
-        (None, ("4",)),
-        (None, ("5",)),
+        ((), ("4",)),
+        ((), ("5",)),
     ]
     assert made.note == (
         "generating with vLLM: 2 engines on devices 4, 5; the sizes of a model or device are not known"
@@ -213,6 +214,24 @@ def test_beside_a_judge_of_four_devices_a_slot_has_four_policy_engines(
     } == {32}
     turns_of = [[one.name for one in turn] for turn in start_order([*rollouts, *judges])]
     assert turns_of == [[f"rollout-{n}" for n in range(8)], ["judge-0", "judge-1"]]
+
+
+def test_models_that_score_have_engines_on_hosts_too(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "machine_of", lambda host: EIGHT_CORES)
+    config = judged(1)
+    settings = config.engine.model_copy(update={"hosts": ["b"], "count": 1})
+    made = plan(config.model_copy(update={"engine": settings}), TWO_CORES)
+    for role, model in zip(("rollout", "judge"), made.served, strict=True):
+        assert [(engine.name, engine.cores, engine.host) for engine in model.engines] == [
+            (f"{role}-0", (0, 1), ""),
+            (f"{role}-1", (0, 1, 2, 3), "b"),
+            (f"{role}-2", (4, 5, 6, 7), "b"),
+        ]
+    listed = made.as_json()
+    assert listed["num_slots"] == 3 and listed["away"] == ["rollout-1", "rollout-2"]
+    assert listed["scorers"][0]["engines"] == ["judge-0", "judge-1", "judge-2"]
 
 
 def test_a_width_that_is_no_share_of_the_widest_is_refused(plan: Plan, tmp_path: Path) -> None:

@@ -100,9 +100,22 @@ def test_engines_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="on other machines, and transformers does not"):
         check(CORES, engine={"hosts": ["b"], "kind": "transformers"})
     with pytest.raises(
-        ConfigError, match=r"engines of the policy alone.*; ask that at a base_url"
+        ConfigError, match=r"engine\.hosts must name each machine once; .*\['b', 'b'\]"
     ):
-        check(CORES, judge=SMALL, engine={"hosts": ["b"]})
+        check(CORES, engine={"hosts": ["b", "b"]})
+    check(CORES, judge=SMALL, engine={"hosts": ["b"]})
+
+
+def test_engines_of_a_slot_are_as_many_on_every_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "machine_of", lambda host: H100)
+    given: dict[str, Any] = {"judge": SMALL, "engine": {"hosts": ["b"], "sleep": False}}
+    check(H100, model=EIGHT, **given)
+    narrow = replace(TWO_24, device_bytes=16e9)
+    monkeypatch.setattr(engines, "machine_of", lambda host: narrow)
+    with pytest.raises(ConfigError, match=r"another share of a slot.*; set tensor_parallel"):
+        check(H100, model=EIGHT, **given)
 
 
 def test_completions_of_several_rounds_need_engines_that_give_back_what_they_began() -> None:

@@ -79,8 +79,16 @@ def make_run_plan(
     def check(strategy: RunConfig, fleet: Fleet) -> None:
         machine_checks.check_described(with_declarations(strategy), fleet, known=known)
 
-    scorer = first_scorer(served_models(with_declarations(config)))
-    return make_plan(config, devices=devices, check=check, scorer=scorer, **lengths)
+    declared = with_declarations(config)
+    hosts = engines.arrange_hosts(declared, known)
+    return make_plan(
+        config,
+        devices=devices,
+        check=check,
+        scorer=first_scorer(served_models(declared)),
+        away=sum(len(host.slots) * device_memory.slot_width(host.models) for host in hosts),
+        **lengths,
+    )
 
 
 def plan_in_words(made: Plan, *, top: int) -> tuple[JsonObject, list[str]]:
@@ -108,8 +116,6 @@ def run_length(
         no_forecast = f"the speed of {engine} is not known beforehand"
     elif site.layout.num_machines > 1:
         no_forecast = "the speed of the network between machines is not known"
-    elif site.apart is not None or (isinstance(config, RunConfig) and config.engine.hosts):
-        no_forecast = "engines write on devices of their own while training goes on"
     elif (policy := device_memory.facts_here(config.model)) is None:
         no_forecast = f"the sizes of {config.model} are not known here"
     elif (fleet := _fleet(config, site.machine)) is None:
@@ -157,8 +163,10 @@ def _rollouts_time(
     """Forecast the seconds of a run with rollouts, without evaluations, by the formulas of `ycore plan`.
 
     At the fast end completions are brief and every group teaches; at the slow end they are as long as they may be.
+    Slots on other machines are taken for as fast as those here.
     """
-    _, models, slots, sharing = engines.arrange(config, site, device_memory.facts_here)
+    arrangements = engines.arrange_all(config, site, device_memory.facts_here)
+    _, models, slots, sharing = arrangements[0]
     scorer = first_scorer(models)
     facts = None if scorer is None else device_memory.facts_here(scorer.name)
     prompt_tokens = details["dataset"]["reading"]["mean_tokens"]
@@ -166,6 +174,8 @@ def _rollouts_time(
     strategy = replace(
         rank_strategy(config, site.layout, batch),
         slots=len(slots),
+        away=sum(len(served.slots) for served in arrangements[1:]),
+        apart=int(site.apart is not None),
         tensor_parallel=models[0].width,
         judge_tensor_parallel=max((model.width for model in models[1:]), default=1),
     )
@@ -185,8 +195,10 @@ def _mean_step_s(config: RunConfig, batch: BatchPlan, forecast: StepForecast) ->
     rounds = batch.num_rounds(config)
     # Before the first of several steps, the probabilities are computed once more.
     train_s = seconds["train"] * (4 / 3 if rounds < config.steps else 1)
-    round_s = seconds["sync"] + batch.steps_per_round * seconds["round"]
-    return train_s + round_s * rounds / config.steps
+    round_s = batch.steps_per_round * seconds["round"] * rounds / config.steps
+    writes_ahead = forecast.strategy.engines_are_apart and config.sampling.max_staleness
+    busy_s = max(train_s, round_s) if writes_ahead else train_s + round_s
+    return busy_s + seconds["sync"] * rounds / config.steps
 
 
 def _examples_time(

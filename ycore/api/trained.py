@@ -201,7 +201,7 @@ def serve_command(
         name="serve", model=folder, socket=Path("unused"), temporary=Path("unused"),
         run_id="unused", dtype="bfloat16" if machine.has_bfloat16 else "float32", max_model_len=length,
         max_num_seqs=_SERVED_SEQUENCES, seed=0,
-        cores=None if machine.devices else machine.cores, devices=machine.devices[:1],
+        cores=() if machine.devices else machine.cores, devices=machine.devices[:1],
         memory_gib=kv_cache_gib(settings, length * _SERVED_SEQUENCES), gpu_memory_utilization=0.9, role=JUDGE,
         sees="vision_config" in settings,
     )  # fmt: skip

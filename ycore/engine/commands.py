@@ -123,7 +123,7 @@ class EngineSpec:
     max_model_len: int
     max_num_seqs: int
     seed: int
-    cores: tuple[int, ...] | None = None
+    cores: tuple[int, ...] = ()
     devices: tuple[str, ...] = ()
     tensor_parallel: int = 1  # workers; on a CPU they share the cores evenly
     memory_gib: int = 1  # size of the KV cache on a CPU, all workers together
@@ -170,6 +170,8 @@ def engine_command(engine: EngineSpec) -> list[str]:
     flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-log-stats"]
     if engine.tensor_parallel > 1:
         options["--tensor-parallel-size"] = engine.tensor_parallel
+    elif engine.on_cpu:
+        options["--distributed-executor-backend"] = "uni"
     if engine.lora_rank:
         options |= {
             "--max-lora-rank": engine_rank(engine.lora_rank),
@@ -177,9 +179,6 @@ def engine_command(engine: EngineSpec) -> list[str]:
         }
         flags.append("--enable-lora")
     if engine.on_cpu:
-        options |= (
-            {"--distributed-executor-backend": "uni"} if engine.tensor_parallel == 1 else {}
-        )
         # No chunked prefill: when a prompt is read in parts, vLLM rewinds its seeded generator, which a CPU generator
         # cannot do, and the engine dies. So one pass must hold the longest prompt.
         options["--block-size"] = 32  # tokens; the CPU kernels need a multiple of this

@@ -6,6 +6,7 @@ prepare a new process, for example with the policy's weights, before they use it
 `python -m ycore.launch.engine_watch` is the host's side of an engine on another machine (`ssh_command`).
 """
 
+import json
 import os
 import secrets
 import select
@@ -16,13 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 from pydantic import TypeAdapter
 
+from ycore import __version__
 from ycore.engine import commands
 from ycore.engine.server import (
     DROP,
@@ -36,7 +38,7 @@ from ycore.engine.server import (
 )
 from ycore.errors import EngineError, YcoreError
 from ycore.launch.guardian import guarded
-from ycore.launch.layout import machine_in_json, on_host
+from ycore.launch.layout import on_host, this_machine
 from ycore.launch.processes import ManagedProcess
 from ycore.models.fetch import fetch_named
 from ycore.run.files import RunFolder
@@ -94,7 +96,7 @@ class LiveEngine:
             environment=environment,
             run_id=self.folder.run_id,
             log=self.log,
-            cores=None if self.engine.host else self.engine.cores,
+            cores=() if self.engine.host else self.engine.cores,
             takes_beats=bool(self.engine.host),
         )
         self.is_ready = False
@@ -240,9 +242,13 @@ class EngineWatch:
             engine.restart()
 
     def _lead_on(self, engine: LiveEngine) -> None:
-        """Let a lost engine be reached at another that is ready."""
-        same_role = (other for other in self.engines if other.engine.role == engine.engine.role)
-        ready = [other.socket for other in same_role if other.is_ready]
+        """Let a lost engine be reached at another of its model that is ready."""
+        wanted = (engine.engine.role, engine.engine.model)
+        ready = [
+            other.socket
+            for other in self.engines
+            if other.is_ready and (other.engine.role, other.engine.model) == wanted
+        ]
         if ready and engine.engine.socket.readlink() not in ready:
             engine.lead_to(ready[0])
 
@@ -283,17 +289,14 @@ def start_engines(
     vLLM takes for its own what its neighbours allocate while it measures (`determine_available_memory`), so no two
     engines of a device start at once, and the trainer starts when all engines are ready.
     """
-    if all(engine.on_cpu for engine in planned):
-        return [
-            LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in planned
-        ]
-    started: dict[str, LiveEngine] = {}
+    on_cpu = all(engine.on_cpu for engine in planned)
+    started: list[LiveEngine] = []
     for batch in start_order(planned):
         live = [
             LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in batch
         ]
         watch = EngineWatch(live, start_timeout_s=start_timeout_s, say=say)
-        while not watch.are_ready:
+        while not (watch.are_ready or on_cpu):
             watch.look()
             time.sleep(_POLL_S)
         for engine in (engine for engine in batch if engine.sleeps):
@@ -307,8 +310,8 @@ def start_engines(
                     "engine.sleep=false"
                 )
             mark_asleep(engine.socket, level)
-        started |= {engine.name: engine for engine in live}
-    return [started[engine.name] for engine in planned]
+        started += live
+    return started
 
 
 def start_order(planned: Sequence[commands.EngineSpec]) -> list[list[commands.EngineSpec]]:
@@ -342,7 +345,7 @@ def _host_socket(folder: Path) -> Path:
 def run_on_host(arguments: Sequence[str]) -> None:
     """Say what this machine has (`machine`), or run an engine (`serve FOLDER SPEC`) for a launcher on another one."""
     if arguments[0] == "machine":
-        print(machine_in_json())
+        print(json.dumps([__version__, asdict(this_machine())]))  # as `machine_of` reads it
         return
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(1))

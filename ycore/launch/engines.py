@@ -48,15 +48,15 @@ _MAX_ENGINES_ON_CPU = 2
 class Slot(NamedTuple):
     """A block of neighbouring devices, or a share of the cores, here or on a host."""
 
-    cores: tuple[int, ...] | None
+    cores: tuple[int, ...] = ()
     devices: tuple[str, ...] = ()
     host: str = ""
 
     def parts(self, count: int) -> list["Slot"]:
-        if self.cores is None:
-            parts = split_evenly(self.devices, count)
-            return [self._replace(devices=devices) for devices in parts]
-        return [self._replace(cores=cores) for cores in split_evenly(self.cores, count)]
+        shares = zip(
+            split_evenly(self.cores, count), split_evenly(self.devices, count), strict=True
+        )
+        return [Slot(cores, devices, self.host) for cores, devices in shares]
 
 
 class Arrangement(NamedTuple):
@@ -68,9 +68,10 @@ class Arrangement(NamedTuple):
     sharing: DeviceSharing | None
 
     @property
-    def num_policy(self) -> int:
-        """The engines of the policy."""
-        return len(self.slots) * (slot_width(self.models) // self.models[0].width)
+    def engines_by_slot(self) -> list[int]:
+        """How many engines of each model are on a slot."""
+        width = slot_width(self.models)
+        return [width // model.width for model in self.models]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class EnginePlan:
     max_model_len: int
     choice: str  # the kind and its engines, in words
     served: tuple[ServedModel, ...] = ()
-    sharing: DeviceSharing | None = None  # of devices
+    num_slots: int = 0
+    sharing: DeviceSharing | None = None  # of this machine's devices
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
@@ -92,12 +94,6 @@ class EnginePlan:
         """Return the engines to start; answers that are given already need none of the policy."""
         models = self.served if with_policy else self.served[1:]
         return [engine for model in models for engine in model.engines]
-
-    @property
-    def num_slots(self) -> int:
-        if not self.served:
-            return 0
-        return len(self.engines) * self.served[0].width // slot_width(self.served)
 
     @property
     def sleeps(self) -> bool:
@@ -179,49 +175,54 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
     def known(name: str) -> Any:
         return facts_here(str(fetch(name)), name=name)
 
-    local = arrange(config, site, known)
-    hosts = [arrange_host(config, site, host, known) for host in config.engine.hosts]
-    num_policy = sum(arrangement.num_policy for arrangement in (local, *hosts))
+    arrangements = arrange_all(config, site, known)
+    num_slots = sum(len(served.slots) for served in arrangements)
     numbers: Numbers = defaultdict(itertools.count)
-    (policy, *scorers), *elsewhere = (
-        _with_engines(config, kind, arrangement, fetch, numbers, num_policy=num_policy)
-        for arrangement in (local, *hosts)
+    by_machine = [
+        _with_engines(config, arrangement, fetch, numbers, num_slots=num_slots)
+        for arrangement in arrangements
+    ]
+    served = (
+        replace(models[0], engines=tuple(itertools.chain(*(model.engines for model in models))))
+        for models in zip(*by_machine, strict=True)
     )
-    engines = [policy.engines, *(models[0].engines for models in elsewhere)]
-    policy = replace(policy, engines=tuple(itertools.chain(*engines)))
-    words = " and ".join(map(_describe, filter(None, engines)))
-    return EnginePlan(kind, length, f"{note}: {words}", (policy, *scorers), local.sharing)
+    policies = filter(None, (models[0].engines for models in by_machine))
+    return EnginePlan(
+        kind,
+        length,
+        f"{note}: {' and '.join(map(_describe, policies))}",
+        tuple(served),
+        num_slots,
+        arrangements[0].sharing,
+    )
 
 
 def _with_engines(
     config: RunConfig,
-    kind: EngineKind,
     arrangement: Arrangement,
     fetch: Fetch,
     numbers: Numbers,
     *,
-    num_policy: int,
+    num_slots: int,
 ) -> tuple[ServedModel, ...]:
     """Return the models with an engine of each on every slot, or several where one does not span the whole slot.
 
     Args:
         numbers: Of the engines, by role.
-        num_policy: Engines of the policy on all machines.
+        num_slots: Those of all machines.
     """
     site, models, slots, sharing = arrangement
-    width = slot_width(models)
     served: list[ServedModel] = []
-    for model in models:
+    for model, count in zip(models, arrangement.engines_by_slot, strict=True):
         same_role = [other for other in served if other.role == model.role]
-        parts = [part for slot in slots for part in slot.parts(width // model.width)]
+        parts = [part for slot in slots for part in slot.parts(count)]
         spec = _engine_spec(
             model,
             config,
             site,
             fetch(model.name),
-            kind,
-            num_policy=num_policy,
-            num_engines=len(parts),
+            num_policy=num_slots * arrangement.engines_by_slot[0],
+            num_engines=num_slots * count,
         )
         spec = replace(spec, has_neighbours=len(models) > 1, model_name=_name_elsewhere(model))
         if sharing is not None:
@@ -260,15 +261,22 @@ def arrange(config: RunConfig, site: Site, known: FactsOf) -> Arrangement:
     return Arrangement(site, models, slots, sharing)
 
 
-def arrange_host(config: RunConfig, site: Site, host: str, known: FactsOf) -> Arrangement:
-    """Return what a host of `engine.hosts` serves, with all of its devices or cores."""
+def arrange_all(config: RunConfig, site: Site, known: FactsOf) -> list[Arrangement]:
+    """Return what this machine serves, and each host of `engine.hosts`."""
+    return [arrange(config, site, known), *arrange_hosts(config, known)]
+
+
+def arrange_hosts(config: RunConfig, known: FactsOf) -> Iterator[Arrangement]:
+    """Yield what each host of `engine.hosts` serves, with all of its devices or cores."""
     settings = config.engine.model_copy(
         update={"count": "auto", "devices": "shared", "sleep": False}
     )
-    host_site = Site(site.folder, ONE_RANK, machine_of(host), trains=False)
-    arrangement = arrange(config.model_copy(update={"engine": settings}), host_site, known)
-    slots = [slot._replace(host=host) for slot in arrangement.slots]
-    return arrangement._replace(slots=slots)
+    folder = RunFolder(Path(config.output))
+    for host in config.engine.hosts:
+        site = Site(folder, ONE_RANK, machine_of(host), trains=False)
+        arrangement = arrange(config.model_copy(update={"engine": settings}), site, known)
+        slots = [slot._replace(host=host) for slot in arrangement.slots]
+        yield arrangement._replace(slots=slots)
 
 
 def model_length(requested: int | None, model_config: Mapping[str, Any], *, option: str) -> int:
@@ -286,7 +294,6 @@ def _engine_spec(
     config: RunConfig,
     site: Site,
     folder: Path,
-    kind: EngineKind,
     *,
     num_policy: int,
     num_engines: int,
@@ -326,8 +333,15 @@ def _engine_spec(
         return spec
     if is_policy and config.engine.memory_gib:
         return replace(spec, memory_gib=config.engine.memory_gib)
-    new_tokens = config.max_tokens + model.max_new_tokens
-    return replace(spec, memory_gib=_cache_gib(spec, settings, new_tokens))
+    mean_len = PROMPT_TOKENS + config.max_tokens + model.max_new_tokens
+    num_tokens = spec.max_num_seqs * min(spec.max_model_len, mean_len)
+    memory_gib = kv_cache_gib(
+        settings,
+        max(num_tokens, spec.max_model_len),
+        bytes_per_value=config.value_bytes,
+        tensor_parallel=model.width,
+    )
+    return replace(spec, memory_gib=memory_gib)
 
 
 def slots_of(config: RunConfig, site: Site, width: int = 1) -> list[Slot]:
@@ -353,29 +367,16 @@ def slots_of(config: RunConfig, site: Site, width: int = 1) -> list[Slot]:
     if not count:  # the engines are on other machines
         return []
     if not machine.devices:
-        return [Slot(cores) for cores in machine.split_cores(count)]
-    return [
-        Slot(None, machine.devices[first : first + width])
-        for first in range(0, count * width, width)
-    ]
-
-
-def _cache_gib(engine: EngineSpec, model_config: Mapping[str, Any], new_tokens: int) -> int:
-    """Return the GiB of KV cache of one engine on a CPU."""
-    tokens = engine.max_num_seqs * min(engine.max_model_len, PROMPT_TOKENS + new_tokens)
-    return kv_cache_gib(
-        model_config,
-        max(tokens, engine.max_model_len),
-        bytes_per_value=4 if engine.dtype == "float32" else 2,
-        tensor_parallel=engine.tensor_parallel,
-    )
+        return [Slot(cores) for cores in split_evenly(machine.cores, count)]
+    blocks = split_evenly(machine.devices[: count * width], count)
+    return [Slot(devices=devices) for devices in blocks]
 
 
 def _describe(engines: Sequence[EngineSpec]) -> str:
     """Describe the engines of one machine."""
     first = engines[0]
     words = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
-    if first.cores is None:
+    if first.devices:
         devices = [device for engine in engines for device in engine.devices]
         words += f" on device{'s' if len(devices) > 1 else ''} {', '.join(devices)}"
     else:

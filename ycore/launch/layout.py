@@ -5,7 +5,6 @@ such list: WSL2 has none, and a GPU that MIG divides is one file and several dev
 """
 
 import importlib.metadata
-import json
 import os
 import shlex
 import shutil
@@ -13,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -190,14 +189,9 @@ class Machine:
                 f"{len(parts) - 1} or fewer, or leave it out"
             )
         first = len(parts) - num_engine_devices
-        if self.devices:
-            rest = self.devices[:first]
-            apart = self.devices[first:]
-            return replace(self, devices=rest), replace(self, devices=apart)
-        return replace(self, cores=self.cores[:first]), replace(self, cores=self.cores[first:])
-
-    def split_cores(self, count: int) -> list[tuple[int, ...]]:
-        return split_evenly(self.cores, count)
+        rest: dict[str, Any] = {kind: parts[:first]}
+        apart: dict[str, Any] = {kind: parts[first:]}
+        return replace(self, **rest), replace(self, **apart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +252,7 @@ class Site:
         is_alone = self.layout.accelerate is None and self.apart is None
         if self.machine.devices or is_alone:
             return None
-        return [list(cores) for cores in self.machine.split_cores(self.layout.local)]
+        return [list(cores) for cores in split_evenly(self.machine.cores, self.layout.local)]
 
     @property
     def trainer_environment(self) -> dict[str, str]:
@@ -397,11 +391,6 @@ def on_host(host: str, *arguments: str) -> list[str]:
     return [*SSH.split(), host, shlex.join([*module, *arguments])]
 
 
-def machine_in_json() -> str:
-    """Return what `machine_of` reads: the version of ycore here, and this machine."""
-    return json.dumps([__version__, asdict(this_machine())])
-
-
 @cache
 def machine_of(host: str) -> Machine:
     """Return another machine by its name for ssh; ConfigError where it cannot run engines."""
@@ -492,9 +481,9 @@ _PLACES = (
 
 
 MEETING_SECRET = "YCORE_MEETING_SECRET"
+"""The variable of what the machines of a run know, and a stranger at their port does not."""
 WAITS = "waits for all others"
 """A machine prints these words when it has lost another; `--hosts` then starts that one again."""
-"""The variable of what the machines of a run know, and a stranger at their port does not."""
 
 
 def place_here() -> dict[str, Any]:

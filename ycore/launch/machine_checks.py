@@ -60,16 +60,22 @@ def _check_options(config: RunConfig, site: Site, kind: EngineKind) -> None:
 def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceSharing | None:
     """Check slots, placement and memory of a run with engines; return how they share devices with the trainer."""
     check_arguments(config.engine.args)
-    _, models, slots, sharing = engines.arrange(config, site, known)
-    num_slots = len(slots)
-    sleeps = sharing is not None and sharing.sleeps
     if config.engine.hosts:
-        _check_hosts(config, site, models, sleeps=sleeps)
-        hosts = [
-            engines.arrange_host(config, site, host, known) for host in config.engine.hosts
-        ]
-        num_slots += sum(len(host.slots) for host in hosts)
-    elif not slots:
+        _check_hosts(config, site)
+    arrangements = engines.arrange_all(config, site, known)
+    _, models, slots, sharing = arrangements[0]
+    sleeps = sharing is not None and sharing.sleeps
+    if config.engine.hosts and sleeps:
+        raise ConfigError(
+            "engine.hosts goes with engines that stay awake; take engine.count=0, or engine.devices=1"
+        )
+    if len({tuple(served.engines_by_slot) for served in arrangements if served.slots}) > 1:
+        raise ConfigError(
+            "engine.hosts: engines of a model span another share of a slot on each machine; set tensor_parallel of each "
+            "model to 1"
+        )
+    num_slots = sum(len(served.slots) for served in arrangements)
+    if not num_slots:
         raise ConfigError(
             "engine.count 0 leaves no engine; name machines that have some in engine.hosts"
         )
@@ -91,18 +97,15 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
     return sharing
 
 
-def _check_hosts(
-    config: RunConfig, site: Site, models: Sequence[ServedModel], *, sleeps: bool
-) -> None:
+def _check_hosts(config: RunConfig, site: Site) -> None:
+    hosts = config.engine.hosts
     rule = None
-    if config.algorithm == "eval":
+    if len({*hosts}) < len(hosts):
+        rule = f"must name each machine once; it is {hosts}"
+    elif config.algorithm == "eval":
         rule = "has engines that are sent a training's weights, and an evaluation sends none; leave it out"
-    elif sleeps:
-        rule = "goes with engines that stay awake; take engine.count=0, or engine.devices=1"
     elif site.layout.num_machines > 1:
         rule = "serves a trainer on one machine"
-    elif len(models) > 1:
-        rule = f"takes engines of the policy alone, and this run has those of {models[1].name}; ask that at a base_url"
     elif config.engine.sync == "ipc":
         rule = "is sent files of weights; leave engine.sync=ipc out"
     elif sighted_family(config.model):

@@ -72,7 +72,7 @@ class ManagedProcess:
         environment: Mapping[str, str],
         run_id: str,
         log: Path,
-        cores: Sequence[int] | None = None,
+        cores: Sequence[int] = (),
         takes_beats: bool = False,
     ) -> None:
         self.name = name
@@ -90,7 +90,7 @@ class ManagedProcess:
         if takes_beats:
             threading.Thread(target=self._beat, daemon=True).start()
         self._num_killed = out_of_memory_kills()
-        if cores is not None and sys.platform == "linux":
+        if cores and sys.platform == "linux":
             # It may have ended, which the caller notices; or the container forbids it, which only costs speed.
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 psutil.Process(self.pid).cpu_affinity(list(cores))

@@ -90,6 +90,7 @@ class Strategy:
 
     Attributes:
         apart: devices that serve engines alone, in place of those of the ranks; 0: none.
+        away: slots on other machines, taken for as fast as those here.
         slots: blocks of devices that can work at the same time, each for one role.
         micro_batch: completions in one forward pass of a rank.
         tensor_parallel: devices that an engine of the policy spans; a slot is as wide as the widest engine.
@@ -108,17 +109,31 @@ class Strategy:
     sleeps: bool = False
     offload: Offload = "none"
     apart: int = 0
+    away: int = 0
+
+    @property
+    def all_slots(self) -> int:
+        return self.slots + self.away
+
+    @property
+    def engines_are_apart(self) -> bool:
+        """Whether engines have none of the devices that train."""
+        return self.apart > 0 or self.slots == 0
 
     def width(self, role: str) -> int:
         return self.tensor_parallel if role == ROLLOUT else self.judge_tensor_parallel
 
+    @property
+    def slot_width(self) -> int:
+        return max(self.tensor_parallel, self.judge_tensor_parallel)
+
     def engines_per_slot(self, role: str) -> int:
-        return max(self.tensor_parallel, self.judge_tensor_parallel) // self.width(role)
+        return self.slot_width // self.width(role)
 
     @property
     def spans_devices(self) -> bool:
         """Whether an engine spans several devices."""
-        return max(self.tensor_parallel, self.judge_tensor_parallel) > 1
+        return self.slot_width > 1
 
     @property
     def shards_weights(self) -> bool:
@@ -145,6 +160,8 @@ class Strategy:
             words.append(f"engines over {width} devices")
         if self.apart:
             words.append(f"engines on {self.apart} devices of their own")
+        if self.away:
+            words.append(f"{self.away} slots on other machines")
         if self.sleeps:
             words.append("engines asleep while training")
         if self.offload != "none":
@@ -504,7 +521,7 @@ def engine_needs(work: Workload, strategy: Strategy) -> Mapping[str, EngineNeed]
             work.policy,
             work.bytes_per_value,
             strategy.tensor_parallel,
-            _sequences(work, strategy.slots * strategy.engines_per_slot(ROLLOUT)),
+            _sequences(work, strategy.all_slots * strategy.engines_per_slot(ROLLOUT)),
             tokens,
             max(tokens, work.max_model_len),
         )
@@ -515,7 +532,7 @@ def engine_needs(work: Workload, strategy: Strategy) -> Mapping[str, EngineNeed]
             work.judge,
             work.bytes_per_value,
             strategy.judge_tensor_parallel,
-            _sequences(work, strategy.slots * strategy.engines_per_slot(work.judge_role)),
+            _sequences(work, strategy.all_slots * strategy.engines_per_slot(work.judge_role)),
             tokens,
             max(tokens, min(work.judge.context_length or MAX_CONTEXT, MAX_CONTEXT)),
         )
@@ -602,7 +619,7 @@ def step_memory(
         processes = {"trainer": max(trainer.peak, syncing) * strategy.ranks, **processes}
         return trainer.parts, on_cpu, {"all at once": processes}
     trainer = trainer_memory(work, strategy)
-    beside = NO_TRAINER if strategy.apart else trainer
+    beside = NO_TRAINER if strategy.engines_are_apart else trainer
     sleeps = strategy.sleeps
     offload = strategy.offload
     engines = engines_on_gpu(
@@ -613,7 +630,7 @@ def step_memory(
         offload=offload,
     )
     phases = dict(gpu_phases(engines, beside, sleeps=sleeps, offload=offload))
-    if strategy.apart:
+    if strategy.engines_are_apart:
         phases["train"] = {"trainer": trainer.peak}
     return trainer.parts, {role: engines[role][0] for role in engines}, phases
 

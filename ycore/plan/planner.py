@@ -120,6 +120,7 @@ class Plan:
     config: RunConfig
     work: Workload
     fleet: Fleet
+    away: int = 0
     fitting: list[StepForecast] = field(default_factory=list)
     too_large: list[StepForecast] = field(default_factory=list)
     refused: list[tuple[StepForecast, str]] = field(default_factory=list)
@@ -163,6 +164,7 @@ def make_plan(
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
     core: Device | None = None,
+    away: int = 0,
     check: Check = lambda config, fleet: None,
 ) -> Plan:
     """Plan a run; UserError where a model, a device or a size is not known.
@@ -172,6 +174,7 @@ def make_plan(
         scorer: a model that scores in engines.
         prompt_tokens, completion_tokens: mean lengths; by default 256, and the longest.
         core: one core of this machine; by default measured where the plan is for cores.
+        away: the devices or shares of cores on other machines (`engine.hosts`).
         check: what a launch checks; a strategy that does not pass is not among those that fit.
     """
     fleet = parse_devices(
@@ -188,7 +191,7 @@ def make_plan(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
     )
-    plan = Plan(config, work, fleet)
+    plan = Plan(config, work, fleet, away)
     ranks = most_ranks(work, fleet)
     usual, *smaller = micro_batch_sizes(config, world_size=ranks, on_cpu=on_cpu)
     _add_strategies(plan, check, usual)
@@ -223,7 +226,12 @@ def most_ranks(work: Workload, fleet: Fleet) -> int:
 def _add_strategies(plan: Plan, check: Check, micro_batch: int) -> None:
     """Add forecasts of the strategies that the config allows, with micro-batches of at most this size."""
     allowed = allowed_strategies(plan.config, plan.work, plan.fleet, micro_batch)
-    forecasts = [forecast_step(plan.work, strategy, plan.fleet) for strategy in allowed]
+    forecasts = [
+        forecast_step(
+            plan.work, replace(strategy, away=plan.away // strategy.slot_width), plan.fleet
+        )
+        for strategy in allowed
+    ]
     # Strategies within a hundredth stay in the order in which they are allowed.
     forecasts.sort(key=lambda forecast: round(100 * math.log(forecast.step_s)))
     for forecast in forecasts:
@@ -273,13 +281,16 @@ def allowed_strategies(
     if work.quantized:
         shardings -= {"zero3", "fsdp2"}
     checkpointing = config.trl.get("gradient_checkpointing")
-    return [
+    allowed = [
         strategy
         for apart in _devices_apart(config, fleet)
         for strategy in strategies(work, fleet, micro_batch=micro_batch, apart=apart)
         if (strategy.ranks == 1 or strategy.sharding in shardings)
         and checkpointing in (None, strategy.checkpointing)
     ]
+    if config.engine.count == 0:
+        allowed = [replace(strategy, slots=0) for strategy in allowed if not strategy.sleeps]
+    return allowed
 
 
 def _devices_apart(config: RunConfig, fleet: Fleet) -> list[int]:

@@ -100,7 +100,9 @@ def step_seconds(
     }
     times["train"] = train_s(work, strategy, device, cores=cores)
     busy_s = [times["round"], times["train"]]
-    return times | {"step": times["sync"] + (max(busy_s) if strategy.apart else sum(busy_s))}
+    return times | {
+        "step": times["sync"] + (max(busy_s) if strategy.engines_are_apart else sum(busy_s))
+    }
 
 
 def round_seconds(
@@ -118,7 +120,7 @@ def round_seconds(
     swaps_s = offload_s(work, strategy, device)
     if strategy.sleeps:
         swaps_s += swap_s(work.policy, work, device)
-    slots = strategy.slots
+    slots = strategy.all_slots
     generate = busy_s(ROLLOUT, slots)
     if work.judge is None:
         return {"generate": generate, "swaps": swaps_s, "round": generate + swaps_s}

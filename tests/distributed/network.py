@@ -57,8 +57,26 @@ class Host:
         """Pull the cable."""
         _ip("-n", self.space, "link", "set", "eth0", "down")
 
+    def drop_packets(self) -> None:
+        """Lose all packets without a word, as a firewall or a switch does."""
+        self._filter("-I")
+
+    def _filter(self, change: str) -> None:
+        for chain in ("INPUT", "OUTPUT"):
+            words = [
+                "iptables",
+                "-w",
+                change,
+                chain,
+                "-i" if chain == "INPUT" else "-o",
+                "eth0",
+            ]
+            _run("ip", "netns", "exec", self.space, *words, "-j", "DROP")
+
     def join(self) -> None:
-        """Plug it in again."""
+        """Plug it in again, and let packets pass."""
+        with suppress(subprocess.CalledProcessError):  # none was dropped
+            self._filter("-D")
         _ip("-n", self.space, "link", "set", "eth0", "up")
 
     def limit(self, interface: str, rate: str) -> None:

@@ -37,9 +37,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
 for algorithm in ALGORITHMS.values():
-    app.command(algorithm.name, cls=PanelCommand, context_settings=_ANY_TRL_FIELD)(
-        training_command(algorithm)
-    )
+    app.command(
+        algorithm.name,
+        cls=PanelCommand,
+        context_settings=_ANY_TRL_FIELD,
+        hidden=algorithm.experimental,
+    )(training_command(algorithm))
 for family in FAMILIES.values():
     app.command(family.name, cls=PanelCommand)(load_reference(family.command))
 for name, command in {

@@ -5,6 +5,7 @@ they are plain.
 """
 
 import dataclasses
+import importlib
 import json
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -111,10 +112,11 @@ def build_table() -> dict[str, Any]:
 
     base = dict(_rows(transformers.TrainingArguments))
     fields = {BASE: base}
-    for name in dict.fromkeys(row.trl_config for row in ALGORITHMS.values()):
-        fields[name] = {
-            field: row for field, row in _rows(getattr(trl, name)) if base.get(field) != row
-        }
+    for algorithm in ALGORITHMS.values():
+        name = algorithm.trl_config
+        module = f"trl.experimental.{algorithm.name}" if algorithm.experimental else "trl"
+        rows = _rows(getattr(importlib.import_module(module), name))
+        fields[name] = {field: row for field, row in rows if base.get(field) != row}
     return {"trl": trl.__version__, "transformers": transformers.__version__, "fields": fields}
 
 

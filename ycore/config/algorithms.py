@@ -61,6 +61,9 @@ class Algorithm(AlgorithmEntry):
     trains_reward_model: bool = (
         False  # whether the result is a reward model instead of a policy
     )
+    experimental: bool = (
+        False  # whether TRL may change it at any time; `ycore --help` does not list it
+    )
 
     @property
     def trl_defaults(self) -> dict[str, Any]:
@@ -261,10 +264,57 @@ _ROWS = (
     ),
 )
 
+
+def _experimental(base: Algorithm, name: str, *, reads: str, needs: str = "") -> Algorithm:
+    """Make the row of one of TRL's experimental trainers, which has the name of its module.
+
+    Args:
+        base: the algorithm whose rows it reads.
+        reads: its columns, for `--help`.
+        needs: options that it cannot do without.
+    """
+    return replace(
+        base,
+        name=name,
+        summary=f"Train a model with TRL's experimental {name.upper()}Trainer.",
+        help=(
+            f"Columns: {reads}.\n"
+            f"Any field of TRL's {name.upper()}Config is an option too; see docs/algorithms.md."
+        ),
+        examples=(
+            f"--model smollm2-135m --dataset {base.dataset} {needs}--output runs/{name}",
+        ),
+        config_class="ycore.config.schema:ExperimentalConfig",
+        trl_config=f"{name.upper()}Config",
+        trainer="ycore.trl.experimental:choose_experimental_trainer",
+        figures=("loss",),
+        experimental=True,
+    )
+
+
+_TEACHER = "--teacher-model-name-or-path MODEL "
+_PAIRS = "chosen and rejected, with or without prompt"
+_DPO = next(row for row in _ROWS if row.name == "dpo")
+_EXPERIMENTAL = (
+    _experimental(_DPO, "orpo", reads=_PAIRS),
+    _experimental(_DPO, "cpo", reads=_PAIRS),
+    _experimental(_SFT, "gold", reads="messages, or prompt and completion", needs=_TEACHER),
+    _experimental(_SFT, "sdft", reads="prompt and completion, which only the teacher sees"),
+    replace(
+        _experimental(
+            _SFT,
+            "sdpo",
+            reads="prompt and completion, the right answer for the reward",
+            needs="--set reward=exact_answer ",
+        ),
+        settings={"trl": {"teacher_model_kind": "live"}},  # TRL's ema has no checkpoint
+    ),
+)
+
 _EVAL = replace(_GRPO, name="eval", config_class="ycore.config.schema:EvalConfig")
 """An evaluation samples with GRPO's settings."""
 
-ALGORITHMS: Mapping[str, Algorithm] = {row.name: row for row in _ROWS}
+ALGORITHMS: Mapping[str, Algorithm] = {row.name: row for row in (*_ROWS, *_EXPERIMENTAL)}
 
 FAMILIES: Mapping[str, AlgorithmFamily] = {
     "flow": AlgorithmFamily(

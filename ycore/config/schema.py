@@ -46,6 +46,9 @@ Width = Literal["auto"] | Annotated[int, Field(gt=0, le=1024, strict=True)]
 TEACHER = "teacher:"
 """The beginning of a source's name that is a teacher."""
 
+TEACHER_MODEL = "teacher_model_name_or_path"
+"""GOLD's teacher, in TRL's config."""
+
 AGREES = "agrees:"
 """The beginning of a reward's name for which the policy is a judge of pairs."""
 
@@ -788,6 +791,33 @@ class TuneConfig(BaseConfig, RowSettings):
     def measures_between(self) -> bool:
         """Whether held-out rows are measured between the first step and the last."""
         return bool(self.eval_every or self.keep_best or self.stop_when)
+
+
+class ExperimentalConfig(TuneConfig):
+    """A run of one of TRL's experimental trainers."""
+
+    reward: str | None = None  # sdpo's: it scores in the trainer's process
+
+    @property
+    def code_files(self) -> dict[str, str]:
+        return {f"reward {self.reward}": self.reward.rpartition(":")[0]} if self.reward else {}
+
+    def check(self) -> None:
+        super().check()
+        if self.algorithm == "gold" and not self.trl.get(TEACHER_MODEL):
+            raise ConfigError(
+                "ycore gold needs a teacher; say --teacher-model-name-or-path MODEL, a folder or a hub id"
+            )
+        if self.trl.get("teacher_model_kind") == "ema":
+            raise ConfigError(
+                "teacher_model_kind=ema moves a teacher that TRL's checkpoints leave out, so no run could go on; take "
+                "live or base"
+            )
+        if (self.algorithm == "sdpo") != (self.reward is not None):
+            raise ConfigError(
+                f"reward={self.reward}: ycore sdpo needs one, a name or file.py:function, and only it takes one; "
+                "e.g. ycore sdpo --set reward=exact_answer"
+            )
 
 
 AnyConfig = RunConfig | TuneConfig

@@ -175,7 +175,9 @@ def derive_tune_batch(
 
 
 def _max_length(config: TuneConfig, context_length: int | None) -> int | None:
-    """TRL's `max_length` by default, or the model's context where that is shorter."""
+    """TRL's `max_length` by default, or the model's context where that is shorter; None for a trainer without one."""
+    if "max_length" not in find_algorithm(config.algorithm).trl_defaults:
+        return None
     length = config.trl.get("max_length", min(MAX_LENGTH, context_length or MAX_LENGTH))
     if context_length is not None and (length or 0) > context_length:
         raise ConfigError(
@@ -309,10 +311,11 @@ def _defaults(
     if config.deterministic and not batch.on_cpu:
         defaults["full_determinism"] = True
     if isinstance(batch, TuneBatch):
-        defaults["max_length"] = batch.max_length
-        defaults["per_device_eval_batch_size"] = (
-            batch.per_device_train_batch_size
-        )  # transformers' 8 may not fit
+        if batch.max_length is not None:
+            defaults["max_length"] = batch.max_length
+        # transformers' 8 may not fit; SDPO measures whole groups.
+        group = int((algorithm.trl_defaults | config.trl).get("num_generations", 1))
+        defaults["per_device_eval_batch_size"] = batch.per_device_train_batch_size * group
     return defaults
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.helpers import disable_input_dtype_casting
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ycore.config.algorithms import find_algorithm
@@ -30,7 +29,8 @@ class ExampleRun(TrainingRun):
 
     def __init__(self, root: Path) -> None:
         folder = RunFolder(root)
-        config = TuneConfig.model_validate(load_config(folder))
+        stored = load_config(folder)
+        config: Any = find_algorithm(stored["algorithm"]).config.model_validate(stored)
         started = read_json(folder.engines)
         model = Path(started["model"])
         tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
@@ -65,7 +65,7 @@ class ExampleRun(TrainingRun):
     def _check_lengths(self, examples: ExampleSet) -> int:
         """How many rows TRL dropped because they are longer than `max_length`; it does not report them itself."""
         num_rows = len(self.trainer.train_dataset)
-        longest = self.trainer.args.max_length
+        longest = getattr(self.trainer.args, "max_length", None)
         too_long = len(examples.train) - num_rows
         if num_rows < self.trainer.args.per_device_train_batch_size:
             raise DataError(
@@ -120,7 +120,7 @@ class HeldOutRows(Evaluation):
         device = trainer.accelerator.device
         devices = [device] if device.type == "cuda" else []
         # A loader draws a seed, and training goes on with the numbers that it would have without.
-        with torch.random.fork_rng(devices=devices), disable_input_dtype_casting(trainer.model):
+        with torch.random.fork_rng(devices=devices):
             measured = trainer.measure()
         if ends := measured.pop("accuracy_95", None):
             measured |= {"accuracy/low": ends[0], "accuracy/high": ends[1]}

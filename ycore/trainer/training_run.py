@@ -9,7 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -391,7 +391,7 @@ class TrainingRun(ABC, TrainerCallback):
         if self.leads:
             self.metrics.forget_after(step)
         self.begin(resumes=checkpoint is not None)
-        with disable_input_dtype_casting(self.trainer.bare_model):
+        with _autocast_only(self.trainer):
             try:
                 self.trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
             except EndedEarly:
@@ -443,3 +443,10 @@ class TrainingRun(ABC, TrainerCallback):
     def close(self) -> None:
         """End what the run has started."""
         self.metrics.close()
+
+
+def _autocast_only(trainer: BaseTrainer) -> AbstractContextManager[Any]:
+    """Spare adapters the cast of their inputs, which autocast makes anyway."""
+    if trainer.keeps_peft:
+        return nullcontext()
+    return disable_input_dtype_casting(trainer.bare_model)

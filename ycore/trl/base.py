@@ -37,6 +37,9 @@ class BaseTrainer(Trainer):
     task_type: ClassVar[str] = "CAUSAL_LM"
     """peft's name for what the model does."""
 
+    keeps_peft: ClassVar[bool] = False
+    """Whether adapters run as peft has them: with a second one beside them, or out of autocast."""
+
     way_out: ClassVar[str] = "nothing of it is saved; try again with a lower --learning-rate"
     saving: Callable[[int], AbstractContextManager[Path]] | None = None
     """Gives the folder for `checkpoint-STEP`, publishes it on leaving, and drops it after an error."""

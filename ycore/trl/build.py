@@ -116,7 +116,8 @@ def build_trainer(
         refuse_lost_adapters(trainer.bare_model)
     if examples is not None and is_language_model and needs_compact_head(trainer):
         _add_compact_heads(trainer)
-    if trainer.accelerator.device.type == "cpu" and not is_deepspeed_zero3_enabled():
+    on_cpu = trainer.accelerator.device.type == "cpu"
+    if on_cpu and not is_deepspeed_zero3_enabled() and not trainer.keeps_peft:
         fuse_adapters(trainer.model)
     return trainer
 

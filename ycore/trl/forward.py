@@ -263,12 +263,13 @@ class _AddAdapter(torch.autograd.Function):
 def needs_compact_head(trainer: Any) -> bool:
     """Whether TRL's own head would score every position of this trainer's batches, and ours can take its place.
 
-    Ours computes in the head's own dtype, and it needs a whole head. On GPUs TRL's Triton kernel is compact itself.
+    Ours computes in the head's own dtype, and it needs a whole head. Trainers that know no auxiliary loss call no fused
+    head. On GPUs TRL's Triton kernel is compact itself.
     """
     is_whole = not is_deepspeed_zero3_enabled() and not trainer.is_fsdp_enabled
     return (
         is_whole
-        and not trainer.aux_loss_enabled
+        and not getattr(trainer, "aux_loss_enabled", True)
         and trainer.accelerator.device.type not in ("cuda", "xpu")
     )
 

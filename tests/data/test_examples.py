@@ -100,6 +100,21 @@ def test_pairs_with_their_prompt(tmp_path: Path) -> None:
     ]
 
 
+def test_soft_labels_of_pairs_name_the_likelier_answer_chosen(tmp_path: Path) -> None:
+    pair = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
+    soft_labels = [0.9, 0.25, None, 1]
+    rows = [pair | {"soft_label": soft_label} for soft_label in soft_labels]
+    read = load(tmp_path, "reward", rows, as_chat=False).train
+    assert sorted((row["chosen"], row["rejected"], row["soft_label"]) for row in read) == [
+        ("4", "5", 0.9), ("4", "5", 1.0), ("4", "5", 1.0), ("5", "4", 0.75),
+    ]  # fmt: skip
+    for soft_label in (1.5, -0.1, "nan", "often", True):
+        with pytest.raises(DataError, match="'soft_label' is .* a number from 0 to 1"):
+            load(tmp_path, "reward", [pair | {"soft_label": soft_label}])
+    with pytest.raises(DataError, match="a margin, 2, and a soft_label, 0.9"):
+        load(tmp_path, "reward", [pair | {"soft_label": 0.9, "margin": 2}])
+
+
 @pytest.mark.parametrize("as_chat", [True, False])
 def test_a_table_of_pairs_has_the_answers_as_texts(as_chat: bool) -> None:
     """With other columns kept, and rows left out whose answers are the same."""

@@ -1,6 +1,7 @@
 """Every trainer without rollouts, for real on the tiny model: it learns, its model loads, it goes on exactly."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,31 @@ def test_it_learns_and_its_model_loads(
     assert [path.name for path in sorted(RunFolder(output).checkpoints.glob("checkpoint-*"))] == [
         "checkpoint-4", "checkpoint-8",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("soft_label", "margin"), [(0.7, 0.847), (0.3, 0.847), (0.5, 0.0)])
+def test_a_reward_model_learns_the_chance_of_a_soft_label(
+    soft_label: float, margin: float, place: Path, tmp_path: Path
+) -> None:
+    """The cross-entropy is least at the margin log(p / (1 - p)), with the likelier answer as the chosen one."""
+    rows = tmp_path / "soft.jsonl"
+    rows.write_text((json.dumps(PAIRS[9] | {"soft_label": soft_label}) + "\n") * 8)
+    keys = {
+        "dataset": str(rows),
+        "eval_dataset": str(rows),
+        "held_out": 4,
+        "steps": 30,
+        "eval_every": 30,
+    }
+    run = opened(place, tmp_path / "run", "reward", **keys)
+    batch = next(iter(run.trainer.get_train_dataloader()))
+    assert batch["soft_label"].tolist() == pytest.approx([max(soft_label, 1 - soft_label)] * 2)
+    trained(run)
+    after = read_json(RunFolder(tmp_path / "run").held_out)["held_out"]["after"]
+    assert after["margin"] == pytest.approx(margin, abs=0.25)
+    least = -sum(p * math.log(p) for p in (soft_label, 1 - soft_label))
+    assert after["loss"] == pytest.approx(least, abs=0.02)
+    assert losses(tmp_path / "run")[-1] == pytest.approx(least, abs=0.02)
 
 
 def loads(output: Path, method: str, place: Path) -> bool:

@@ -38,6 +38,9 @@ SIGHTED = ("sft", "dpo")
 
 Example = dict[str, Any]  # one row of TRL's: its columns depend on the trainer
 
+SOFT_LABEL = "soft_label"
+"""The column with the chance, from 0 to 1, that `chosen` is the better answer."""
+
 _HELD_OUT_SHARE = 10
 _MAX_HELD_OUT = 256
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
@@ -270,27 +273,44 @@ def _to_example(reader: RowReader, row: TableRow) -> Example | str:
     if said.template_arguments:
         example["chat_template_kwargs"] = said.template_arguments
     if reader.needs.kind == "pairs":
-        if (margin := _margin(row)) is not None:
+        if (margin := _number(row, "margin")) is not None:
             example["margin"] = margin
+        if (soft_label := _number(row, SOFT_LABEL, most=1.0)) is not None:
+            example |= _with_soft_label(example, soft_label)
     elif reader.needs.kind == "labelled" and not reader.reads_pairs:
         example["label"] = _label(row)
     return example
 
 
-def _margin(row: TableRow) -> float | None:
-    """Return how much better the better answer is; None where the row does not say."""
-    value = row.cell("margin")
+def _number(row: TableRow, column: str, *, most: float | None = None) -> float | None:
+    """Return the number of a cell, from 0 to `most` where that is given; None where the row does not say."""
+    value = row.cell(column)
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     try:
-        margin = float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        margin = math.nan
-    if isinstance(value, bool) or not math.isfinite(margin):
+        number = math.nan
+    is_outside = most is not None and not 0.0 <= number <= most
+    if isinstance(value, bool) or not math.isfinite(number) or is_outside:
+        bounds = "" if most is None else f" from 0 to {most:g}"
         raise DataError(
-            f"'margin' is {value!r:.60} in {row.place}; it is a number, or empty for none: correct the cell"
+            f"{column!r} is {value!r:.60} in {row.place}; it is a number{bounds}, or empty for none: correct the cell"
         )
-    return margin
+    return number
+
+
+def _with_soft_label(example: Example, chance: float) -> Example:
+    """Return a pair whose `chosen` is the likelier one, with the chance that it is better."""
+    if "margin" in example:
+        raise DataError(
+            f"a row has a margin, {example['margin']:g}, and a {SOFT_LABEL}, {chance:g}, which are two ways to say how "
+            "much better an answer is; remove one of the columns"
+        )
+    if chance < 0.5:
+        chosen, rejected = example["rejected"], example["chosen"]
+        return {"chosen": chosen, "rejected": rejected, SOFT_LABEL: 1.0 - chance}
+    return {SOFT_LABEL: chance}
 
 
 def _label(row: TableRow) -> bool:
@@ -308,7 +328,12 @@ def _fill(table: Table, examples: list[Example]) -> None:
 
     TRL decides by the first row what all of them are.
     """
-    optional: dict[str, Any] = {"margin": 0.0, "tools": None, "chat_template_kwargs": {}}
+    optional: dict[str, Any] = {
+        "margin": 0.0,
+        SOFT_LABEL: 1.0,
+        "tools": None,
+        "chat_template_kwargs": {},
+    }
     kinds = {
         tuple([(key, type(value)) for key, value in row.items() if key not in optional])
         for row in examples

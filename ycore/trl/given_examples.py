@@ -1,11 +1,15 @@
 """The trainers on given examples: supervised fine-tuning, DPO, KTO and reward models. All are TRL's."""
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import PeftModel
+from torch.nn.functional import softplus
 from transformers import PreTrainedTokenizerBase
 from trl import (
     DPOConfig,
@@ -18,6 +22,7 @@ from trl import (
     SFTTrainer,
 )
 
+from ycore.data.examples import SOFT_LABEL, Example
 from ycore.errors import ConfigError
 from ycore.run.metrics import wilson_95
 from ycore.trl.base import BaseTrainer
@@ -60,8 +65,13 @@ class RewardModelTrainer(BaseTrainer, RewardTrainer):
     config_class = RewardConfig
     task_type = "SEQ_CLS"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, train_dataset: Dataset, args: RewardConfig, **kwargs: Any) -> None:
+        is_soft = SOFT_LABEL in train_dataset.column_names
+        if is_soft:
+            args.remove_unused_columns = False
+        super().__init__(train_dataset=train_dataset, args=args, **kwargs)
+        if is_soft:
+            self.data_collator = functools.partial(_collate_soft_labels, self.data_collator)
         tokenizer = self.processing_class
         if tokenizer.pad_token_id in last_tokens(tokenizer):
             raise ConfigError(
@@ -92,40 +102,63 @@ class RewardModelTrainer(BaseTrainer, RewardTrainer):
         if spare is not None:
             tokenizer.pad_token = spare
 
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        """TRL's loss; with soft labels p the cross-entropy, p * -log s(m) + (1 - p) * -log s(-m) of the margin m.
+
+        That is TRL's loss, of p = 1, and (1 - p) * m.
+        """
+        soft_labels_B = inputs.pop(SOFT_LABEL, None)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        if soft_labels_B is not None:
+            chosen_B, rejected_B = outputs.logits.squeeze(-1).chunk(2)
+            loss = loss + ((1 - soft_labels_B) * (chosen_B - rejected_B)).mean()
+        return (loss, outputs) if return_outputs else loss
+
     def measure(self) -> dict[str, Any]:
         """Accuracy on the held-out pairs with its 95 % interval, mean `loss` and `margin`; `right` of `n` pairs.
 
         TRL's own figures are means over batches, and the last batch may be smaller.
         """
-        margins = self._margins()
+        margins, soft_labels = self._held_out_margins()
         right = int((margins > 0).sum())
         total = margins.numel()
         return {
             "n": total,
             "right": right,
-            "loss": -torch.nn.functional.logsigmoid(margins).mean().item(),
+            "loss": (softplus(-margins) + (1 - soft_labels) * margins).mean().item(),
             "margin": margins.mean().item(),
             "accuracy": right / total,
             "accuracy_95": [round(end, 4) for end in wilson_95(right, total)],
         }
 
     @torch.no_grad()
-    def _margins(self) -> torch.Tensor:
-        """Chosen minus rejected reward of every held-out pair of all ranks, (N,) float32 on the CPU."""
+    def _held_out_margins(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chosen minus rejected reward of every held-out pair of all ranks, and its soft label, 1 without one.
+
+        Both are (N,) float32 on the CPU.
+        """
         self.model.eval()
-        margins = []
+        columns = []
         for batch in self.get_eval_dataloader():
             batch = self._prepare_inputs(batch)
             batch.pop("margin", None)
+            soft_labels = batch.pop(SOFT_LABEL, None)
             with self.compute_loss_context_manager():
                 scores = self.model(**batch).logits.squeeze(-1).float()
             chosen, rejected = scores.chunk(2)
-            margins.append(self.accelerator.gather_for_metrics(chosen - rejected).cpu())
+            margins = chosen - rejected
+            if soft_labels is None:
+                soft_labels = torch.ones_like(margins)
+            pair = torch.stack([margins, soft_labels], dim=1)
+            columns.append(self.accelerator.gather_for_metrics(pair).cpu())
             self.callback_handler.on_prediction_step(
                 self.args, self.state, self.control
             )  # it may stop here
         self.model.train()
-        return torch.cat(margins)
+        margins, soft_labels = torch.cat(columns).unbind(dim=1)
+        return margins, soft_labels
 
     def write_model(self, folder: Path, *, dtype: torch.dtype, merge: bool) -> None:
         """Save the classifier whole, whatever `merge` says: adapters are merged in float32 and rounded once.
@@ -140,6 +173,12 @@ class RewardModelTrainer(BaseTrainer, RewardTrainer):
             model = model.float().merge_and_unload()
         model.to(dtype).save_pretrained(folder)
         self.processing_class.save_pretrained(folder)
+
+
+def _collate_soft_labels(
+    collate: Callable[[list[Example]], dict[str, Any]], rows: list[Example]
+) -> dict[str, Any]:
+    return {**collate(rows), SOFT_LABEL: torch.tensor([row[SOFT_LABEL] for row in rows])}
 
 
 def last_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -109,9 +109,9 @@ def test_soft_labels_of_pairs_name_the_likelier_answer_chosen(tmp_path: Path) ->
         ("4", "5", 0.9), ("4", "5", 1.0), ("4", "5", 1.0), ("5", "4", 0.75),
     ]  # fmt: skip
     for soft_label in (1.5, -0.1, "nan", "often", True):
-        with pytest.raises(DataError, match="'soft_label' is .* a number from 0 to 1"):
+        with pytest.raises(DataError, match=r"'soft_label' is .* a number from 0 to 1"):
             load(tmp_path, "reward", [pair | {"soft_label": soft_label}])
-    with pytest.raises(DataError, match="a margin, 2, and a soft_label, 0.9"):
+    with pytest.raises(DataError, match=r"a margin, 2, and a soft_label, 0\.9"):
         load(tmp_path, "reward", [pair | {"soft_label": 0.9, "margin": 2}])
 
 

@@ -30,6 +30,19 @@ Host = Annotated[
 Port = Annotated[
     int, typer.Option(metavar="N", min=1, max=65535, help="Port to listen on; e.g. 8000.")
 ]
+BestOf = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=1, help="Answers to write for a request; the best one is sent; e.g. 8."
+    ),
+]
+BestBy = Annotated[
+    str,
+    typer.Option(
+        metavar="REWARD",
+        help="The reward by which an answer is best, in the server's process; similarity is to the others.",
+    ),
+]
 Target = Annotated[
     Path | None, typer.Option("--output", help="What to write; a new name in the run's folder.")
 ]
@@ -111,19 +124,24 @@ def serve(
     model: Name = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
+    best_of: BestOf = 1,
+    best_by: BestBy = "similarity",
     best: o.Best = False,
     dry_run: o.DryRun = False,
 ) -> int:
     """Serve a run's model with OpenAI's interface, by vLLM.
 
     Adapters are merged first. Clients that reach the port need a key only if VLLM_API_KEY is set.
+    With --best-of it writes several answers, and sends the best one.
 
     \b
     ycore serve runs/quickstart
     ycore serve runs/quickstart --port 9000 --dry-run
+    ycore serve runs/quickstart --best-of 8 --best-by rewards.py:score
     """
     from ycore.api import trained
     from ycore.engine.kinds import INSTALL_VLLM, is_vllm_installed
+    from ycore.scoring.best_of import MIDDLEWARE, best_of_environment
 
     model = _named(model, "serve", best=best)
     folder = trained.language_model(model, best=best)
@@ -136,6 +154,10 @@ def serve(
         port=port,
         template_arguments=trained.template_arguments(model),
     )
+    environment = {}
+    if best_of > 1:
+        environment = best_of_environment(best_of, best_by)
+        words += ["--middleware", MIDDLEWARE]
     print_table([("model", f"{name}, from {folder}"), ("address", f"http://{host}:{port}/v1")])
     if dry_run:
         print_table([("command", shlex.join(words))])
@@ -143,7 +165,7 @@ def serve(
         return 0
     if not is_vllm_installed():
         raise ConfigError(f"ycore serve needs vLLM; {INSTALL_VLLM}")
-    return trained.serve_model(words, spec, say=print_line)
+    return trained.serve_model(words, spec, environment=environment, say=print_line)
 
 
 def export(

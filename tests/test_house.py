@@ -376,6 +376,7 @@ FOREIGN_SOURCES = {
     "httpx": {
         "run/address.py",  # the client of all that is not ours
         "engine/server.py",  # engines of the run, on sockets of its folder
+        "scoring/best_of.py",  # the server that it is in
         *("models/names.py", "models/fetch.py", "data/source.py"),  # errors of the hub's client
     },
     "huggingface_hub": {

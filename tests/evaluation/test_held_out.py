@@ -127,6 +127,30 @@ def test_each_dataset_of_several_has_figures_of_its_own(rank: int, tmp_path: Pat
     assert found["sums.jsonl/pass@1/low"] == 0.25
 
 
+def test_the_best_of_n_by_another_reward() -> None:
+    """The first reward of what the others prefer: of equal ones the first, and of masked ones none."""
+    rewards = [{"reward": name} for name in ("exact_answer", "similarity", "length")]
+    settings = config(rewards=rewards)
+    assert figure_names(settings)[-2:] == ["best@4/similarity", "best@4/length"]
+    assert "best@" not in str(figure_names(config(rewards=rewards, num_samples=1)))
+    scored = [
+        [(0.0, 0.1, 9.0), (1.0, 0.8, None), (0.5, 0.8, 9.0), (0.0, None, 1.0)],
+        [(1.0, 0.2, 0.0), (None, 0.9, -1.0), (0.0, None, None), (0.0, 0.3, -2.0)],
+    ]
+    groups = [
+        replace(
+            GROUPS[0],
+            draw=replace(GROUPS[0].draw, position=position),
+            scores_GR=tuple(tuple(map(Score, scores)) for scores in scores_GR),
+        )
+        for position, scores_GR in enumerate(scored)
+    ]
+    measured = evaluation_figures(count_groups(groups, settings), settings)
+    assert measured["best@4/similarity"] == (1.0 + 0.0) / 2
+    assert measured["best@4/length"] == (0.0 + 1.0) / 2
+    assert measured["best@4/similarity/low"] == 0.0
+
+
 def test_right_by_right_reasons() -> None:
     """Of four right completions a judge of the reasoning accepts one, rejects two, and gives no verdict on one."""
     scores = [

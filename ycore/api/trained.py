@@ -221,7 +221,9 @@ def _listens(process: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def serve_model(words: Sequence[str], spec: EngineSpec, *, say: Say) -> int:
+def serve_model(
+    words: Sequence[str], spec: EngineSpec, *, environment: Mapping[str, str], say: Say
+) -> int:
     """Serve until Ctrl-C, SIGTERM or a closed terminal; return the exit status. However this process ends, a guardian
     ends the server. Clients must give the key in VLLM_API_KEY, if any.
     """
@@ -231,14 +233,14 @@ def serve_model(words: Sequence[str], spec: EngineSpec, *, say: Say) -> int:
         claim = Claim(folder)
         try:
             with StopRequests() as stops, guarded(folder, claim):
-                environment = engine_environment(
+                variables = engine_environment(
                     replace(spec, run_id=folder.run_id, temporary=folder.temporary)
                 )
                 # Its routes change the model, and everybody here may use a port.
-                del environment["VLLM_SERVER_DEV_MODE"]
+                del variables["VLLM_SERVER_DEV_MODE"]
                 if "VLLM_API_KEY" in os.environ:
-                    environment["VLLM_API_KEY"] = os.environ["VLLM_API_KEY"]
-                process = subprocess.Popen(list(words), env=environment)
+                    variables["VLLM_API_KEY"] = os.environ["VLLM_API_KEY"]
+                process = subprocess.Popen(list(words), env={**variables, **environment})
                 with working("vLLM starts"):
                     while process.poll() is None and not stops.count and not _listens(process):
                         time.sleep(0.2)

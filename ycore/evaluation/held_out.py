@@ -68,6 +68,9 @@ def figure_names(config: AnyConfig) -> list[str]:
     # Where the first reward looks for a final answer, answers can be compared.
     if config.num_samples > 1 and config.rewards[0].reward in _COMPARABLE:
         names.append(f"majority@{config.num_samples}")
+    if config.num_samples > 1:
+        choosers = reward_names(config.rewards)[1:]
+        names += [f"best@{config.num_samples}/{name}" for name in choosers]
     return names
 
 
@@ -136,10 +139,13 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
     ]
     right_and_kept = [right and kept for right, kept in zip(is_right, keeps_all, strict=True)]
     num_right = {"pass": sum(is_right), "cot-pass": sum(right_and_kept)}
+    choosers = iter(range(1, len(config.rewards)))
     for name in figure_names(config)[len(sums) :]:
         kind, k = name.split("@")
         if kind == "majority":
             sums[name] = (_is_vote_right(group, is_right), 1)
+        elif kind == "best":
+            sums[name] = (_first_reward_of_best(group, next(choosers)), 1)
         else:
             sums[name] = (pass_at_k(size, num_right[kind], int(k)), 1)
     num_cut = sum(completion.finish_reason == "length" for completion in group.completions)
@@ -162,6 +168,16 @@ def _is_vote_right(group: Group, is_right: Sequence[bool]) -> bool:
     answers = [final_answer(completion.full_text) for completion in group.completions]
     (winner, _), *_ = Counter(answers).most_common(1)
     return is_right[answers.index(winner)]
+
+
+def _first_reward_of_best(group: Group, chooser: int) -> float:
+    """Return the first reward of the completion for which another reward is highest (best-of-n); 0 if it is masked."""
+    best = max(group.scores_GR, key=lambda scores: _or_lowest(scores[chooser].value))
+    return best[0].value or 0.0
+
+
+def _or_lowest(value: float | None) -> float:
+    return float("-inf") if value is None else value
 
 
 def evaluation_figures(table: Table, config: RunConfig) -> dict[str, float]:

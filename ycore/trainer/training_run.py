@@ -447,6 +447,5 @@ class TrainingRun(ABC, TrainerCallback):
 
 def _autocast_only(trainer: BaseTrainer) -> AbstractContextManager[Any]:
     """Spare adapters the cast of their inputs, which autocast makes anyway."""
-    if trainer.keeps_peft:
-        return nullcontext()
-    return disable_input_dtype_casting(trainer.bare_model)
+    casting: AbstractContextManager[Any] = disable_input_dtype_casting(trainer.bare_model)
+    return nullcontext() if trainer.keeps_peft else casting

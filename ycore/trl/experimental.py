@@ -27,7 +27,9 @@ def choose_experimental_trainer(config: ExperimentalConfig) -> type[BaseTrainer]
     if config.reward is not None:
         more["reward_funcs"] = [_reward(config.reward)]
 
-    class ExperimentalTrainer(BaseTrainer, getattr(module, f"{name.upper()}Trainer")):
+    trainer: Any = getattr(module, f"{name.upper()}Trainer")
+
+    class ExperimentalTrainer(BaseTrainer, trainer):
         config_class = getattr(module, f"{name.upper()}Config")
         keeps_peft = True
 

@@ -71,7 +71,9 @@ class RewardModelTrainer(BaseTrainer, RewardTrainer):
             args.remove_unused_columns = False
         super().__init__(train_dataset=train_dataset, args=args, **kwargs)
         if is_soft:
-            self.data_collator = functools.partial(_collate_soft_labels, self.data_collator)
+            self.data_collator: Any = functools.partial(
+                _collate_soft_labels, self.data_collator
+            )
         tokenizer = self.processing_class
         if tokenizer.pad_token_id in last_tokens(tokenizer):
             raise ConfigError(

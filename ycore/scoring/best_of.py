@@ -1,0 +1,88 @@
+"""Best-of-n in a server of vLLM's: it writes n answers to a request, and sends the one that a reward prefers.
+
+The reward `similarity` prefers the answer that is most like the others (minimum Bayes risk, arXiv 2311.05263).
+"""
+
+import os
+from typing import Any
+
+import httpx
+
+from ycore.config.schema import RewardConfig
+from ycore.foreign import ForeignRefused, foreign_json
+from ycore.rewards.loading import inputs_of, load_reward, require_reward_columns
+
+MIDDLEWARE = f"{__name__}.BestOf"
+"""The middleware by the name that vLLM's server imports it by."""
+
+NUM_ANSWERS = "YCORE_BEST_OF"
+CHOOSER = "YCORE_BEST_BY"
+_PATHS = ("/v1/chat/completions", "/v1/completions")
+
+
+def best_of_environment(num_answers: int, chooser: str) -> dict[str, str]:
+    """Return the environment of a server; RewardError for a reward that needs more than the answers."""
+    reward = load_reward(RewardConfig(reward=chooser))
+    require_reward_columns(chooser, inputs_of(reward).required, ())
+    return {NUM_ANSWERS: str(num_answers), CHOOSER: chooser}
+
+
+class BestOf:
+    """Middleware of a server that was started with `best_of_environment`."""
+
+    def __init__(self, app: Any) -> None:
+        self._num_answers = int(os.environ[NUM_ANSWERS])
+        self._reward = load_reward(RewardConfig(reward=os.environ[CHOOSER]))
+        self._app = app
+        transport = httpx.ASGITransport(app)
+        self._server = httpx.AsyncClient(
+            transport=transport, base_url="http://server", timeout=None
+        )
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.requests import Request
+        from starlette.responses import JSONResponse
+
+        if scope["type"] != "http" or scope["path"] not in _PATHS:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        key = {
+            name: value for name, value in request.headers.items() if name == "authorization"
+        }
+        try:
+            body = foreign_json(await request.body())
+        except ForeignRefused as problem:
+            status, answer = 400, {"error": {"message": str(problem), "code": 400}}
+        else:
+            status, answer = await self._answer(scope["path"], body, key)
+        await JSONResponse(answer, status_code=status)(scope, receive, send)
+
+    async def _answer(
+        self, path: str, body: dict[str, Any], key: dict[str, str]
+    ) -> tuple[int, dict[str, Any]]:
+        if body.get("stream") or body.get("n", 1) != 1:
+            rule = f"this server sends the best of {self._num_answers} answers"
+            return 400, {"error": {"message": f"{rule}; leave stream and n out", "code": 400}}
+        written = await self._server.post(
+            path, json={**body, "n": self._num_answers}, headers=key
+        )
+        answer: dict[str, Any] = foreign_json(written.content)
+        if written.is_success:
+            answer["choices"] = [self._best(body, answer["choices"])]
+        return written.status_code, answer
+
+    def _best(self, body: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the choice with the highest reward, the first of equal ones."""
+        columns: dict[str, Any] = {
+            "prompts": [body.get("messages") or body.get("prompt")] * len(choices),
+            "completions": [
+                [choice["message"]] if "message" in choice else choice["text"]
+                for choice in choices
+            ],
+        }
+        inputs = inputs_of(self._reward)
+        accepted = {name: columns[name] for name in columns if inputs.accepts(name)}
+        rewards = self._reward(**accepted)
+        known = [float("-inf") if reward is None else reward for reward in rewards]
+        return {**choices[known.index(max(known))], "index": 0}

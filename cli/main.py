@@ -67,6 +67,8 @@ def ycore(
     \b
     ycore grpo --recipe quickstart      a small model learns addition
     ycore eval --help                   measure a model on a reward
+
+    More, of TRL's experimental trainers: orpo, cpo, gold, sdft, sdpo.
     """
     if version:
         print(f"ycore {__version__}")

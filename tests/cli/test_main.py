@@ -61,7 +61,11 @@ def group() -> typer.core.TyperGroup:
 
 
 def test_the_commands_are_these() -> None:
-    assert list(group().commands) == COMMANDS
+    hidden = {name for name, command in group().commands.items() if command.hidden}
+    assert hidden == {name for name, row in ALGORITHMS.items() if row.experimental} != set()
+    assert [name for name in group().commands if name not in hidden] == COMMANDS
+    for name in hidden:
+        assert f" {name}" in str(group().help), "the help names it in a line"
 
 
 @pytest.mark.parametrize("name", VISIBLE)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 
-from ycore.advantages import TOKEN_ADVANTAGE, TURN_ADVANTAGE
+from ycore.advantages import ADVANTAGES, TOKEN_ADVANTAGE, TURN_ADVANTAGE
 from ycore.config.presets import Advantage, Divergence, TrustRegion
 from ycore.config.schema import (
     TEACHER,
@@ -24,6 +24,11 @@ UNGROUPED_ADVANTAGES = (TOKEN_ADVANTAGE, "remax")
 
 CRPG = "crpg"
 """CGPO's advantage, which needs constraints."""
+
+_COMPARING_ADVANTAGES = tuple(
+    name for name in ADVANTAGES if name not in (*UNGROUPED_ADVANTAGES, TURN_ADVANTAGE, CRPG)
+)
+"""Advantages that compare the completions of a group or of a step, whose datasets may differ in them."""
 
 _CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 _PROMPT_AVERAGED_LOSSES = ("dapo", "cispo")
@@ -149,9 +154,20 @@ class GroupConfig(AdvantageConfig):
     def loss_name(self) -> str:
         return super().loss_name if self.loss_from == "grpo" or self.loss else self.loss_from
 
+    @property
+    def dataset_advantages(self) -> dict[str, str]:
+        """The estimators of datasets that have another than the run's, by the dataset's name."""
+        return {part.name: part.advantage for part in self.mixture if part.advantage}
+
     def check(self) -> None:
         super().check()
         refuse_teachers(self)
+        for name, advantage in self.dataset_advantages.items():
+            if not {advantage, self.advantage} <= {*_COMPARING_ADVANTAGES}:
+                raise ConfigError(
+                    f"the dataset {name} has advantage {advantage}, and the run {self.advantage}; where datasets differ "
+                    f"both are one of {', '.join(_COMPARING_ADVANTAGES)}"
+                )
         if self.group_size == 1 and not (
             self.advantage in UNGROUPED_ADVANTAGES or ":" in self.advantage
         ):
@@ -229,6 +245,7 @@ class PPOConfig(PolicyGradientConfig):
 
     def check(self) -> None:
         super().check()
+        refuse_dataset_advantages(self)
         refuse_teachers(self)
         if self.accelerate in _SHARDED or self.trl.get("deepspeed") or self.trl.get("fsdp"):
             raise ConfigError(
@@ -276,6 +293,7 @@ class DistillConfig(AdvantageConfig):
 
     def check(self) -> None:
         super().check()
+        refuse_dataset_advantages(self)
         if self.own_functions:
             named = ", ".join(f"--{kind} {name}" for kind, name in self.own_functions.items())
             raise ConfigError(
@@ -342,6 +360,7 @@ class OnlineDPOConfig(RunConfig):
 
     def check(self) -> None:
         super().check()
+        refuse_dataset_advantages(self)
         refuse_teachers(self)
         if self.group_size == 1:
             raise ConfigError(
@@ -354,6 +373,15 @@ class OnlineDPOConfig(RunConfig):
         if self.loss_from != "rrhf" and not beta > 0:
             raise ConfigError(f"the loss {self.loss_from} needs beta above 0; say --beta 0.1")
         check_constraints(self)
+
+
+def refuse_dataset_advantages(config: RunConfig) -> None:
+    for part in config.mixture:
+        if part.advantage is not None:
+            raise ConfigError(
+                f"the dataset {part.name} has advantage {part.advantage}, which is for ycore grpo, and this is "
+                f"{config.algorithm}; leave it out"
+            )
 
 
 def refuse_teachers(config: RunConfig) -> None:

@@ -362,6 +362,8 @@ class MixturePart(RowSettings):
     # Which of the run's environments its prompts are played in, by name, or `none`; None is the run's only one, or what
     # each row names.
     environment: str | None = None
+    # The estimator of its groups' advantages, among themselves; None takes the run's.
+    advantage: str | None = None
     eval_dataset: str | None = None  # its held-out rows, with figures of their own
 
     @property

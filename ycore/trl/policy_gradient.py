@@ -1,7 +1,7 @@
 """The base of ycore's policy gradients: constraints, trust regions, averages by prompt, the KL in the reward."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         loss_average: str = "tokens",
         constraints: Constraints | None = None,
         functions: Mapping[str, OwnFunction] | None = None,
+        dataset_advantages: Sequence[tuple[Sequence[str], Estimator]] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -65,6 +66,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         self._loss_average = loss_average
         self._constraints = constraints
         self._functions = functions or {}
+        self._dataset_advantages = dataset_advantages
         self._weights = torch.empty(0)
         self._kl_in_reward = kl_in == "reward" and self.beta != 0.0
         if self._kl_in_reward or "loss" in self._functions:
@@ -82,6 +84,8 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
             settings["functions"] = own_functions(config)
             settings["trust_region"] = config.trust_region
             settings["loss_average"] = config.loss_average
+        if isinstance(config, GroupConfig) and config.dataset_advantages:
+            settings["dataset_advantages"] = dataset_estimators(config)
         if isinstance(config, GroupConfig | PPOConfig):
             settings["kl_in"] = config.kl_in
         return settings
@@ -156,6 +160,8 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
             batch["advantages"] = advantages_BT * weights_B.unsqueeze(1).float()
 
     def _replaced_advantages(self, batch: Batch) -> dict[str, Tensor]:
+        if self._dataset_advantages:
+            return {"advantages": self._advantages_by_dataset()}
         if "advantage" not in self._functions:
             return super()._replaced_advantages(batch)
         by_group = [
@@ -167,6 +173,20 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         advantages = torch.cat(by_group)
         self.has_gradient = bool(self._add_up(advantages.any().float()))
         return {"advantages": advantages}
+
+    def _advantages_by_dataset(self) -> Tensor:
+        """The advantages of this rank's completions, (N,), by the estimator of each dataset among its own."""
+        names = [group.draw.prompt.dataset for group in self._groups]
+        advantages = torch.zeros(len(self._round), device=self.accelerator.device)
+        for datasets, estimate in self._dataset_advantages:
+            is_of_them = [
+                name in datasets for name in names for _ in range(self.num_generations)
+            ]
+            among_N = torch.tensor(is_of_them, device=advantages.device)
+            estimated = self._estimated_advantages(estimate, among_N=among_N)
+            advantages = advantages.where(~among_N, estimated.float())
+        self.has_gradient = bool(self._add_up(advantages.any().float()))
+        return advantages
 
     def _scored_groups(self) -> list[ScoredGroup]:
         """The groups of this rank's round."""
@@ -266,10 +286,23 @@ def estimator_of(config: Any) -> Estimator | None:
     advantage = config.advantage if isinstance(config, AdvantageConfig) else "group"
     if advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE) or ":" in advantage:
         return None
+    if advantage == "group" and not any(reward.constraint for reward in config.rewards):
+        return None
+    return _estimator_named(advantage, config)
+
+
+def dataset_estimators(config: GroupConfig) -> list[tuple[list[str], Estimator]]:
+    """Return the names of the datasets that share an estimator, with it."""
+    names: dict[str, list[str]] = {}
+    for part in config.mixture:
+        names.setdefault(part.advantage or config.advantage, []).append(part.name)
+    return [(names[advantage], _estimator_named(advantage, config)) for advantage in names]
+
+
+def _estimator_named(advantage: str, config: Any) -> Estimator:
+    """Return an estimator; `group` is the one that TRL's `scale_rewards` names."""
     if advantage != "group":
         return ESTIMATORS[advantage]
-    if not any(reward.constraint for reward in config.rewards):
-        return None
     scale = config.trl.get("scale_rewards", "group")
     names = {"none": "dr-grpo", False: "dr-grpo", "batch": "lite-ppo"}
     return ESTIMATORS[names.get(scale, "group")]

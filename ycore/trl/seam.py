@@ -309,9 +309,14 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             return {}
         return {"advantages": self._estimated_advantages(self._advantage)}
 
-    def _estimated_advantages(self, estimate: Estimator) -> Tensor:
-        """This rank's advantages, (N,), from the weighted rewards of all ranks."""
-        totals_PG = self._totals(self._rewards).view(-1, self.num_generations)
+    def _estimated_advantages(
+        self, estimate: Estimator, *, among_N: Tensor | None = None
+    ) -> Tensor:
+        """This rank's advantages, (N,), from the weighted rewards of all ranks, or those `among_N` on each rank."""
+        totals = self._totals(self._rewards)
+        if among_N is not None:
+            totals = totals.where(gather(among_N), torch.nan)
+        totals_PG = totals.view(-1, self.num_generations)
         greedy_P = None
         if estimate.needs_greedy:
             greedy = [seq.greedy_rewards for seq in self._round[:: self.num_generations]]

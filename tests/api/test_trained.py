@@ -391,7 +391,7 @@ from ycore.api import trained
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup inherit that it is ignored
 model, pids = map(Path, sys.argv[1:])
 _, spec = trained.serve_command(model, name="sums", host="127.0.0.1", port=9000, template_arguments={})
-sys.exit(trained.serve_model(["sh", "-c", f"sleep 600 & echo $$ $! > {pids}; wait"], spec, say=print))
+sys.exit(trained.serve_model(["sh", "-c", f"sleep 600 & echo $$ $! > {pids}; wait"], spec, environment={}, say=print))
 """
 
 

@@ -34,10 +34,6 @@ class BestOf:
         self._num_answers = int(os.environ[NUM_ANSWERS])
         self._reward = load_reward(RewardConfig(reward=os.environ[CHOOSER]))
         self._app = app
-        transport = httpx.ASGITransport(app)
-        self._server = httpx.AsyncClient(
-            transport=transport, base_url="http://server", timeout=None
-        )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         from starlette.requests import Request
@@ -47,26 +43,32 @@ class BestOf:
             await self._app(scope, receive, send)
             return
         request = Request(scope, receive)
-        key = {
-            name: value for name, value in request.headers.items() if name == "authorization"
-        }
+
+        async def app(inner: Any, receive: Any, send: Any) -> None:
+            await self._app({**scope, **inner}, receive, send)  # with the server's own state
+
+        key = request.headers.get("authorization")
+        server = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app),
+            base_url="http://server",
+            headers={"authorization": key} if key else {},
+            timeout=None,
+        )
         try:
             body = foreign_json(await request.body())
         except ForeignRefused as problem:
             status, answer = 400, {"error": {"message": str(problem), "code": 400}}
         else:
-            status, answer = await self._answer(scope["path"], body, key)
+            status, answer = await self._answer(server, scope["path"], body)
         await JSONResponse(answer, status_code=status)(scope, receive, send)
 
     async def _answer(
-        self, path: str, body: dict[str, Any], key: dict[str, str]
+        self, server: httpx.AsyncClient, path: str, body: dict[str, Any]
     ) -> tuple[int, dict[str, Any]]:
         if body.get("stream") or body.get("n", 1) != 1:
             rule = f"this server sends the best of {self._num_answers} answers"
             return 400, {"error": {"message": f"{rule}; leave stream and n out", "code": 400}}
-        written = await self._server.post(
-            path, json={**body, "n": self._num_answers}, headers=key
-        )
+        written = await server.post(path, json={**body, "n": self._num_answers})
         answer: dict[str, Any] = foreign_json(written.content)
         if written.is_success:
             answer["choices"] = [self._best(body, answer["choices"])]

@@ -309,8 +309,8 @@ POINTS: tuple[Point, ...] = (
     Point(
         "file flushed, not renamed",
         "ycore/run/files.py",
-        "        os.replace(partial, path)\n",
-        before=True,
+        "            file.flush()\n            os.fsync(file.fileno())\n",
+        before=False,
     ),
     Point(
         "step taken, not reported",
@@ -403,7 +403,7 @@ PARTS: tuple[Patch, ...] = (
     _timed(
         "journal",
         "ycore/round/journal.py",
-        "from ycore.run.files import RunFolder",
+        "from ycore.run.files import RunFolder, make_folder",
         "commit",
         indent="    ",
     ),
@@ -419,7 +419,7 @@ PARTS: tuple[Patch, ...] = (
     _timed(
         "flush and manifest",
         "ycore/run/resuming.py",
-        "from ycore.errors import RunError, RunFolderError, YcoreError",
+        "from ycore.errors import ConfigError, RunError, RunFolderError, YcoreError",
         "publish",
     ),
 )

@@ -352,7 +352,8 @@ class Controller:
     def sync(self, version: int) -> None:
         """Load the policy's weights, as this version, into every engine, unless they hold them already."""
         if self._synced != version and self._share_weights is not None:
-            self.load(self._share_weights(version), version)
+            folder = self._share_weights(version)
+            self.load(folder, version)
         self._synced = version
 
     def load(self, folder: Path, version: int) -> None:

@@ -72,7 +72,7 @@ IMAGE_MARK = "\ufffc"
 
 
 class Image(NamedTuple):
-    """A picture by reference: the sha256 of its file, which `run.images` keeps, and its size in pixels."""
+    """A picture by reference: the sha256 of its file, which `run.files` keeps, and its size in pixels."""
 
     sha256: str
     width: int

@@ -108,6 +108,10 @@ def test_soft_labels_of_pairs_name_the_likelier_answer_chosen(tmp_path: Path) ->
     assert sorted((row["chosen"], row["rejected"], row["soft_label"]) for row in read) == [
         ("4", "5", 0.9), ("4", "5", 1.0), ("4", "5", 1.0), ("5", "4", 0.75),
     ]  # fmt: skip
+    assert not load(tmp_path, "reward", rows).reading["unused"]
+    hard = load(tmp_path, "dpo", rows)
+    assert all(row["chosen"] == [ANSWER] and "soft_label" not in row for row in hard.train)
+    assert hard.reading["expected"] == ["soft_label"]
     for soft_label in (1.5, -0.1, "nan", "often", True):
         with pytest.raises(DataError, match=r"'soft_label' is .* a number from 0 to 1"):
             load(tmp_path, "reward", [pair | {"soft_label": soft_label}])

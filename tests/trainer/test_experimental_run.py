@@ -9,7 +9,6 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from ycore.run.paths import RunFolder
 
 from tests.tiny_model import write_tiny_model
 from tests.trainer.test_example_run import (
@@ -25,7 +24,7 @@ from tests.trainer.test_example_run import (
 )
 from ycore.config.resolve import resolve
 from ycore.errors import ConfigError, Interrupted
-from ycore.run.files import read_json
+from ycore.run.files import RunFolder, read_json
 from ycore.run.metrics import read_metrics
 
 KEYS: dict[str, dict[str, Any]] = {

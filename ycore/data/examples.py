@@ -259,6 +259,8 @@ def _row_reader(config: TuneConfig, table: Table, *, as_chat: bool) -> RowReader
                 f"`rejected`; say --set columns.chosen={config.answer_column}"
             )
         _require_pairs(table)
+        if find_algorithm(config.algorithm).trains_reward_model:
+            reader.labels = (SOFT_LABEL,)
     return reader
 
 
@@ -275,7 +277,8 @@ def _to_example(reader: RowReader, row: TableRow) -> Example | str:
     if reader.needs.kind == "pairs":
         if (margin := _number(row, "margin")) is not None:
             example["margin"] = margin
-        if (soft_label := _number(row, SOFT_LABEL, most=1.0)) is not None:
+        soft_label = _number(row, SOFT_LABEL, most=1.0) if reader.labels else None
+        if soft_label is not None:
             example |= _with_soft_label(example, soft_label)
     elif reader.needs.kind == "labelled" and not reader.reads_pairs:
         example["label"] = _label(row)

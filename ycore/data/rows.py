@@ -102,6 +102,7 @@ EXPECTED = frozenset(
         "weights",
         "loss_mask",
         "margin",
+        "soft_label",
         "system_message",
         "inputs",
         "choices",
@@ -185,6 +186,7 @@ class RowReader:
         self.roles: dict[str, str] = {}
         self._columns = frozenset(table.columns)
         self.has_pairs = {"chosen", "rejected"} <= self._columns
+        self.labels: tuple[str, ...] = ()  # columns beside the answers that are learned from
         self.form = self._find_form()
         self.answer = self._find_answer()
         self._joined = self._present(self.form.joined if self.form else ())
@@ -571,7 +573,7 @@ class RowReader:
         if self._has_history:
             used.add("history")
         if self.reads_pairs:
-            used |= {"chosen", "rejected", "margin"}
+            used |= {"chosen", "rejected", "margin", *self.labels}
         if self.needs.kind == "labelled":
             used.add("label")
         if self.needs.kind == "answers" and self.form is None:

@@ -155,11 +155,17 @@ def serve(
         template_arguments=trained.template_arguments(model),
     )
     environment = {}
+    if best_of == 1 and best_by != "similarity":
+        raise ConfigError(
+            f"--best-by {best_by} chooses among the answers of --best-of, which is 1; say --best-of 8"
+        )
     if best_of > 1:
         environment = best_of_environment(best_of, best_by)
         words += ["--middleware", MIDDLEWARE]
     print_table([("model", f"{name}, from {folder}"), ("address", f"http://{host}:{port}/v1")])
     if dry_run:
+        if environment:
+            words = ["env", *map("=".join, environment.items()), *words]
         print_table([("command", shlex.join(words))])
         print("Nothing was started; leave out --dry-run to serve.")
         return 0

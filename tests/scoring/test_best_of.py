@@ -34,10 +34,12 @@ class ScriptedServer:
         self.asked.append({**body, "key": request.headers.get("authorization")})
         status = 404 if body["model"] == "another" else 200
         chat = request.url.path.endswith("chat/completions")
+        prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [""]
+        texts = [text for _ in prompts for text in TEXTS[: body.get("n", 1)]]
         choices = [
             {"index": index}
             | ({"message": {"role": "assistant", "content": text}} if chat else {"text": text})
-            for index, text in enumerate(TEXTS[: body.get("n", 1)])
+            for index, text in enumerate(texts)
         ]
         answer = {"choices": choices, "usage": {"completion_tokens": 12}}
         await JSONResponse(answer, status_code=status)(scope, receive, send)
@@ -91,6 +93,22 @@ def test_a_reward_of_ones_own_chooses(
     assert choice["index"] == 0 and "it is 8" in json.dumps(choice)
 
 
+def test_each_of_several_prompts_gets_its_best_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "def asked(prompts, completions):\n"
+        "    return [float('nan') if text == 'no idea' else text.count(prompt)\n"
+        "            for prompt, text in zip(prompts, completions)]\n"
+    )
+    reward = f"{tmp_path}/rewards.py:asked"
+    _, answer, _ = post(monkeypatch, "/v1/completions", reward, prompt=["8", "then"])
+    assert answer["choices"] == [
+        {"index": 0, "text": "it is 8"},
+        {"index": 1, "text": "it is 7 then"},
+    ]
+
+
 @pytest.mark.parametrize("more", [{"stream": True}, {"n": 2}])
 def test_what_it_cannot_do_is_refused(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -101,14 +119,17 @@ def test_what_it_cannot_do_is_refused(
     assert "leave stream and n out" in answer["error"]["message"]
 
 
-def test_a_body_that_is_no_json_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("content", [b"{", b"[]"])
+def test_a_body_that_is_no_json_object_is_refused(
+    content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in best_of_environment(4, "similarity").items():
         monkeypatch.setenv(name, value)
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(BestOf(ScriptedServer()))
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-            return await client.post("/v1/completions", content=b"{")
+            return await client.post("/v1/completions", content=content)
 
     assert asyncio.run(send()).status_code == 400
 
@@ -121,6 +142,7 @@ def test_the_servers_own_refusal_is_passed_on(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_reward_that_needs_more_than_answers_is_refused() -> None:
-    with pytest.raises(RewardError, match="exact_answer"):
+    needs = "'exact_answer' needs answer, .* prompts and completions alone; take --best-by"
+    with pytest.raises(RewardError, match=needs):
         best_of_environment(4, "exact_answer")
     assert f"{BestOf.__module__}.{BestOf.__qualname__}" == MIDDLEWARE

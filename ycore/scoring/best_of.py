@@ -3,27 +3,35 @@
 The reward `similarity` prefers the answer that is most like the others (minimum Bayes risk, arXiv 2311.05263).
 """
 
+import math
 import os
 from typing import Any
 
 import httpx
 
 from ycore.config.schema import RewardConfig
+from ycore.errors import RewardError
 from ycore.foreign import ForeignRefused, foreign_json
-from ycore.rewards.loading import inputs_of, load_reward, require_reward_columns
+from ycore.rewards.loading import inputs_of, load_reward
 
 MIDDLEWARE = f"{__name__}.BestOf"
 """The middleware by the name that vLLM's server imports it by."""
 
 NUM_ANSWERS = "YCORE_BEST_OF"
 CHOOSER = "YCORE_BEST_BY"
+_INPUTS = ("prompts", "completions")
 _PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 def best_of_environment(num_answers: int, chooser: str) -> dict[str, str]:
     """Return the environment of a server; RewardError for a reward that needs more than the answers."""
     reward = load_reward(RewardConfig(reward=chooser))
-    require_reward_columns(chooser, inputs_of(reward).required, ())
+    lacking = [name for name in inputs_of(reward).required if name not in _INPUTS]
+    if lacking:
+        raise RewardError(
+            f"reward {chooser!r} needs {', '.join(lacking)}, and a request has {' and '.join(_INPUTS)} alone; take "
+            "--best-by similarity, or a file.py:function of these"
+        )
     return {NUM_ANSWERS: str(num_answers), CHOOSER: chooser}
 
 
@@ -56,6 +64,8 @@ class BestOf:
         )
         try:
             body = foreign_json(await request.body())
+            if not isinstance(body, dict):
+                raise ForeignRefused("the body is no JSON object")
         except ForeignRefused as problem:
             status, answer = 400, {"error": {"message": str(problem), "code": 400}}
         else:
@@ -71,13 +81,21 @@ class BestOf:
         written = await server.post(path, json={**body, "n": self._num_answers})
         answer: dict[str, Any] = foreign_json(written.content)
         if written.is_success:
-            answer["choices"] = [self._best(body, answer["choices"])]
+            prompts = body.get("prompt")
+            if "messages" in body or not _are_several(prompts):
+                prompts = [body.get("messages", prompts)]
+            choices = answer["choices"]
+            size = self._num_answers
+            answer["choices"] = [
+                {**self._best(prompt, choices[number * size :][:size]), "index": number}
+                for number, prompt in enumerate(prompts)
+            ]
         return written.status_code, answer
 
-    def _best(self, body: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _best(self, prompt: Any, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the choice with the highest reward, the first of equal ones."""
         columns: dict[str, Any] = {
-            "prompts": [body.get("messages") or body.get("prompt")] * len(choices),
+            "prompts": [prompt] * len(choices),
             "completions": [
                 [choice["message"]] if "message" in choice else choice["text"]
                 for choice in choices
@@ -86,5 +104,12 @@ class BestOf:
         inputs = inputs_of(self._reward)
         accepted = {name: columns[name] for name in columns if inputs.accepts(name)}
         rewards = self._reward(**accepted)
-        known = [float("-inf") if reward is None else reward for reward in rewards]
-        return {**choices[known.index(max(known))], "index": 0}
+        known = [
+            -math.inf if reward is None or math.isnan(reward) else reward for reward in rewards
+        ]
+        return choices[known.index(max(known))]
+
+
+def _are_several(prompt: Any) -> bool:
+    """Whether these are prompts, as texts or token ids, and not the token ids of one."""
+    return isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from ycore_cli.main import run
 
+from tests.tiny_model import write_tiny_model
 from ycore.api import trained
 
 EXAMPLE = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
@@ -137,6 +138,19 @@ def test_where_no_run_can_be_used_the_need_is_said(
     said = capsys.readouterr().err
     assert f"ycore {command} takes the newest run {need}" in said
     assert f"e.g. ycore {command} runs/first" in said
+
+
+def test_the_command_that_serves_the_best_answers_can_be_copied(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_model(root / "tiny")
+    monkeypatch.setattr(trained, "serve_command", lambda *_, **__: (["a", "server"], None))
+    words = ["serve", str(root / "tiny"), "--dry-run"]
+    assert run([*words, "--best-of", "3"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "env YCORE_BEST_OF=3 YCORE_BEST_BY=similarity a server --middleware" in said
+    assert run([*words, "--best-by", "rewards.py:letters"]) == 2
+    assert "of --best-of, which is 1; say --best-of 8" in capsys.readouterr().err
 
 
 def test_a_temperature_that_is_no_number_is_refused(

@@ -255,7 +255,8 @@ class Journal:
         if head["world"] != world:
             return None
         groups = [from_json(Group, group) for group in content["groups"]]
-        summaries = [from_json(GroupSummary, summary) for summary in content["summaries"]]
+        written_before = content.get("summaries", ())  # older rounds have the whole state
+        summaries = [from_json(GroupSummary, summary) for summary in written_before]
         return Committed(
             groups, content["state"], content["metrics"], summaries, is_replayed=True
         )

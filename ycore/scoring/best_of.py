@@ -81,7 +81,7 @@ class BestOf:
         written = await server.post(path, json={**body, "n": self._num_answers})
         answer: dict[str, Any] = foreign_json(written.content)
         if written.is_success:
-            prompts = body.get("prompt")
+            prompts: Any = body.get("prompt")
             if "messages" in body or not _are_several(prompts):
                 prompts = [body.get("messages", prompts)]
             choices = answer["choices"]

@@ -202,6 +202,24 @@ def test_the_plan_forecasts_seconds_epochs_and_tokens(
     assert len(lines) < 24 and max(map(len, lines[2:])) <= 80, out
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("sdpo --set reward=exact_answe", "did you mean 'exact_answer'"),
+        ("sdpo --set reward={place}/rewards.py:two", "has no 'two' to call; it has one"),
+        ("gold --teacher-model-name-or-path {place}/none", "{place}/none"),
+    ],
+)
+def test_the_reward_and_the_teacher_of_experimental_trainers_are_checked(
+    words: str, problem: str, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (place / "told.jsonl").write_text('{"prompt": "1 + 1 =", "completion": "2"}\n' * 2)
+    words += " --model {place}/model --dataset {place}/told.jsonl --held-out 0 --dry-run"
+    words += " --output {place}/out"
+    assert run(words.format(place=place).split()) == 2
+    assert problem.format(place=place) in capfd.readouterr().err
+
+
 def test_forecasts_count_the_slots_of_other_machines(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,16 @@ from ycore.api.run_settings import changed_settings, main_settings
 from ycore.api.shown_rows import reading_warnings, rows_read
 from ycore.config.algorithms import FAMILIES, find_algorithm, load_reference
 from ycore.config.resolve import check_needs
-from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig, a_fifth
+from ycore.config.schema import (
+    TEACHER_MODEL,
+    AnyConfig,
+    BaseConfig,
+    ExperimentalConfig,
+    RewardConfig,
+    RunConfig,
+    TuneConfig,
+    a_fifth,
+)
 from ycore.config.trl_arguments import derive_tune_batch, trl_arguments
 from ycore.data.examples import load_examples
 from ycore.errors import ConfigError
@@ -21,6 +30,7 @@ from ycore.models.names import (
     resolve_model,
     sighted_family,
 )
+from ycore.rewards.worker_client import check_reward
 from ycore.run.claim import (
     Resume,
     check_claim,
@@ -145,6 +155,8 @@ def _check_examples(
         require_chat_template(model)
     if examples.shows:
         require_sight(model, 0)
+    if isinstance(config, ExperimentalConfig):
+        _check_experimental(config)
     if config.measures_between:
         from ycore.evaluation.held_out import check_measuring
 
@@ -173,6 +185,15 @@ def _check_examples(
         "reading": rows_read(examples, model, None, num_rows=show_rows),
     }
     return {"contents": examples, "dataset": dataset, "batch": batch}
+
+
+def _check_experimental(config: ExperimentalConfig) -> None:
+    """UserError where the reward or the teacher of an experimental trainer is none."""
+    if config.reward is not None:
+        spec = RewardConfig(reward=config.reward)
+        check_reward(spec, ["answer"], run_folder=Path(config.output))
+    if teacher := config.trl.get(TEACHER_MODEL):
+        resolve_model(teacher)
 
 
 def training_plan(

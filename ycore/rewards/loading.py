@@ -61,6 +61,11 @@ def load_reward(spec: RewardConfig) -> Reward:
     return _bind_builtin(spec)
 
 
+def reward_named(name: str) -> Reward:
+    """Return a reward as `load_reward` does, without arguments."""
+    return load_reward(RewardConfig(reward=name))
+
+
 def reward_names(specs: Sequence[RewardConfig]) -> list[str]:
     """Return a short, distinct name per source: the last part of its full name, numbered from its second occurrence on."""
     names: list[str] = []

@@ -9,10 +9,9 @@ from typing import Any
 
 import httpx
 
-from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
 from ycore.foreign import ForeignRefused, foreign_json
-from ycore.rewards.loading import inputs_of, load_reward
+from ycore.rewards.loading import inputs_of, reward_named
 
 MIDDLEWARE = f"{__name__}.BestOf"
 """The middleware by the name that vLLM's server imports it by."""
@@ -25,7 +24,7 @@ _PATHS = ("/v1/chat/completions", "/v1/completions")
 
 def best_of_environment(num_answers: int, chooser: str) -> dict[str, str]:
     """Return the environment of a server; RewardError for a reward that needs more than the answers."""
-    reward = load_reward(RewardConfig(reward=chooser))
+    reward = reward_named(chooser)
     lacking = [name for name in inputs_of(reward).required if name not in _INPUTS]
     if lacking:
         raise RewardError(
@@ -40,7 +39,7 @@ class BestOf:
 
     def __init__(self, app: Any) -> None:
         self._num_answers = int(os.environ[NUM_ANSWERS])
-        self._reward = load_reward(RewardConfig(reward=os.environ[CHOOSER]))
+        self._reward = reward_named(os.environ[CHOOSER])
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

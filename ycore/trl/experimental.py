@@ -6,11 +6,11 @@ from typing import Any
 
 from datasets import Dataset
 
-from ycore.config.schema import TEACHER_MODEL, ExperimentalConfig, RewardConfig
+from ycore.config.schema import TEACHER_MODEL, ExperimentalConfig
 from ycore.data.rows import last_text
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
-from ycore.rewards.loading import inputs_of, load_reward
+from ycore.rewards.loading import inputs_of, reward_named
 from ycore.trl.base import BaseTrainer
 
 _COLUMN_OF_ANSWERS = {"sdft": "privileged_context", "sdpo": "answer"}
@@ -54,7 +54,7 @@ def _with_answers(rows: Dataset, column: str) -> Dataset:
 
 def _reward(name: str) -> Callable[..., Any]:
     """Return a reward as TRL calls it: with every column, of which it gets those that it names."""
-    function = load_reward(RewardConfig(reward=name))
+    function = reward_named(name)
     inputs = inputs_of(function)
 
     def reward(**columns: Any) -> Any:

@@ -214,6 +214,28 @@ def test_a_rank_that_dies_gives_its_turns_back(socket: Path, start: Start) -> No
     run(work())
 
 
+def test_a_rank_that_dies_before_it_joins_leaves_the_allocator_to_the_others(
+    socket: Path, start: Start
+) -> None:
+    async def round_of(slots: Slots) -> set[int]:
+        async with slots.round():
+            return await turns(slots, ROLLOUT, 2)
+
+    async def work() -> list[set[int]]:
+        (first,) = await opened(slots_of(0, socket))
+        _, writer = await asyncio.open_unix_connection(str(socket))
+        writer.close()
+        (second,) = await opened(slots_of(1, socket))
+        answered = await asyncio.gather(round_of(first), round_of(second))
+        first.close()
+        second.close()
+        return answered
+
+    process = start(2)
+    assert run(work()) == [{0}, {0}]
+    assert process.wait(20) == 0
+
+
 def test_an_allocator_that_never_comes_is_an_error_in_time(socket: Path) -> None:
     async def work() -> None:
         with pytest.raises(

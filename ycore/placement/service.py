@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -334,7 +334,10 @@ class Connection:
 
     async def serve(self, service: Service, reader: asyncio.StreamReader) -> None:
         """Call what the rank asks for, until it is gone."""
-        _, _, rank, pool, placement = json.loads(await reader.readline())
+        joining = await reader.readline()
+        if not joining:
+            return  # gone before it said which rank it is
+        _, _, rank, pool, placement = json.loads(joining)
         shared = service.join(rank, pool, placement, self)
         with suppress(ConnectionError):
             async for line in reader:
@@ -381,7 +384,8 @@ async def serve_allocator(socket: Path, num_ranks: int) -> None:
     service = Service(num_ranks)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await Connection(writer).serve(service, reader)
+        with closing(writer):
+            await Connection(writer).serve(service, reader)
 
     server = await asyncio.start_unix_server(serve, str(socket))
     async with server:

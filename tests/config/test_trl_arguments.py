@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.config.trl_table import trl_class
 from ycore.config.algorithms import ALGORITHMS, Algorithm
 from ycore.config.learners import GroupConfig
 from ycore.config.resolve import resolve
@@ -78,6 +79,15 @@ LEARNING_RATES = {
     "reward": (1e-5, 1e-4),
     "dpo": (1e-6, 2e-5),
     "kto": (1e-6, 2e-5),
+    "orpo": (1e-6, 2e-5),
+    "cpo": (1e-6, 2e-5),
+    "gold": (2e-5, 2e-4),
+    "sdft": (2e-5, 2e-4),
+    "sdpo": (2e-5, 2e-4),
+}
+NEEDS: dict[str, dict[str, Any]] = {
+    "gold": {"trl": {"teacher_model_name_or_path": "teacher"}},
+    "sdpo": {"reward": "exact_answer"},
 }
 
 
@@ -87,21 +97,20 @@ LEARNING_RATES = {
     ids=lambda row: row.name,
 )
 def test_trls_class_takes_what_ycore_says(algorithm: Algorithm, tmp_path: Path) -> None:
-    import trl
-
     def arguments(**keys: object) -> dict[str, Any]:
         options = {
             "algorithm": algorithm.name,
             "model": "m",
             "dataset": "d",
             "output": "o",
+            **NEEDS.get(algorithm.name, {}),
             **keys,
         }
         config = resolve(options=options)
         batch = derive_tune_batch(config, num_rows=100, world_size=1, on_cpu=True)
         return trl_arguments(config, batch, RunFolder(tmp_path))
 
-    built = getattr(trl, algorithm.trl_config)(**arguments())
+    built = trl_class(algorithm)(**arguments())
     assert {name: vars(built)[name] for name in arguments()} == {**arguments(), "report_to": []}
     full, lora = LEARNING_RATES[algorithm.name]
     assert built.learning_rate == lora

@@ -1,7 +1,6 @@
 """The table of TRL's fields is the installed TRL's, and values are turned into their types or refused."""
 
 import dataclasses
-import importlib
 import importlib.metadata
 import json
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.trl_table import CHOICES, LIMITS, build_table, table_text
+from tests.config.trl_table import CHOICES, LIMITS, build_table, table_text, trl_class
 from ycore.config.algorithms import ALGORITHMS, Algorithm
 from ycore.config.trl_fields import TABLE, coerce, fields_of
 from ycore.errors import ConfigError
@@ -34,13 +33,8 @@ def test_the_table_is_that_of_the_installed_trl() -> None:
 )
 def test_names_and_defaults_are_those_of_the_installed_class(row: Algorithm) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    module = importlib.import_module(
-        f"trl.experimental.{row.name}" if row.experimental else "trl"
-    )
     fields = fields_of(row.trl_config)
-    config_class = getattr(module, row.trl_config)
-    installed = {field.name: field for field in dataclasses.fields(config_class)}
+    installed = {field.name: field for field in dataclasses.fields(trl_class(row))}
     assert list(installed) == list(fields)
     for name, field in installed.items():
         if field.default is not dataclasses.MISSING:

@@ -7,12 +7,13 @@ they are plain.
 import dataclasses
 import importlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from ycore.config.algorithms import ALGORITHMS
+from ycore.config.algorithms import ALGORITHMS, Algorithm
 from ycore.config.trl_fields import BASE, TABLE
 
 _NOT_NEGATIVE, _POSITIVE, _COUNT = {"ge": 0}, {"gt": 0}, {"ge": 1}
@@ -105,6 +106,13 @@ _PATHS = ("accelerator_config", "deepspeed", "fsdp_config")
 """Mappings whose text is a path; the text of every other mapping is JSON."""
 
 
+def trl_class(algorithm: Algorithm) -> Any:
+    """TRL's config class of an algorithm."""
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    module = f"trl.experimental.{algorithm.name}" if algorithm.experimental else "trl"
+    return getattr(importlib.import_module(module), algorithm.trl_config)
+
+
 def build_table() -> dict[str, Any]:
     """The table of the installed TRL: each class's own fields, and those of `TrainingArguments` once."""
     import transformers
@@ -113,10 +121,10 @@ def build_table() -> dict[str, Any]:
     base = dict(_rows(transformers.TrainingArguments))
     fields = {BASE: base}
     for algorithm in ALGORITHMS.values():
-        name = algorithm.trl_config
-        module = f"trl.experimental.{algorithm.name}" if algorithm.experimental else "trl"
-        rows = _rows(getattr(importlib.import_module(module), name))
-        fields[name] = {field: row for field, row in rows if base.get(field) != row}
+        rows = _rows(trl_class(algorithm))
+        fields[algorithm.trl_config] = {
+            field: row for field, row in rows if base.get(field) != row
+        }
     return {"trl": trl.__version__, "transformers": transformers.__version__, "fields": fields}
 
 

@@ -148,9 +148,12 @@ def _load(name: str, config: str, split: str, *, unreachable: str) -> Any:
     except (DatasetsError, ValueError, RuntimeError, OSError) as problem:
         reason = " ".join(str(problem).split())[:300]
         if unreachable:
+            in_cache = (
+                "" if isinstance(problem, ConnectionError) else f"in its cache: {reason}; "
+            )
             raise DataError(
                 f"no dataset file {name!r}, and the hub cannot be reached to look for one: {unreachable}; "
-                f"in its cache: {reason}; {_NO_HUB_NEEDED}"
+                f"{in_cache}{_NO_HUB_NEEDED}"
             ) from None
         raise DataError(
             f"the hub dataset {name}{f':{config}' if config else ''}, split {split}: {reason}"

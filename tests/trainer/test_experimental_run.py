@@ -143,6 +143,8 @@ def test_sdpos_reward_scores_what_it_writes(place: Path, tmp_path: Path) -> None
     [
         ("gold", {}, "--teacher-model-name-or-path MODEL"),
         ("sdpo", {}, "--set reward=exact_answer"),
+        ("sdft", {"trl": {"use_vllm": True}}, "write by transformers"),
+        ("gold", {"trl": {"vllm_mode": "server"}}, "write by transformers"),
         ("sdft", {"trl": {"teacher_model_kind": "ema"}}, "take live or base"),
         ("orpo", {"reward": "exact_answer"}, "reward=exact_answer"),
     ],

@@ -384,6 +384,6 @@ def refusal(name: str, algorithm: Algorithm) -> str | None:
     refused = familiar_options()["trl"]
     reasons = refused["any"] | refused[algorithm.learns_from]
     if name.startswith("vllm_") and not name.startswith("vllm_importance_sampling_"):
-        reasons = {name: refused["rollouts"]["use_vllm"]} | reasons
+        reasons = {name: reasons["use_vllm"]} | reasons
     reason: str | None = reasons.get(name)
     return reason

@@ -14,6 +14,8 @@ def test_shipped_recipes_have_names_and_descriptions() -> None:
     assert "quickstart" in [entry.name for entry in entries]
     assert all(entry.description for entry in entries)
     assert [entry.name for entry in entries if "GPU" in entry.never_run] == [
+        "countdown-grpo",
+        "deepscaler-8k",
         "gsm8k-dapo",
         "gsm8k-grpo",
     ]

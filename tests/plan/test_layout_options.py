@@ -198,6 +198,21 @@ def test_the_options_of_a_plan_are_those_that_the_recipe_lacks() -> None:
     assert layout_options(planned_config, planned_config) == ""
 
 
+@pytest.mark.parametrize(
+    ("recipe", "devices"),
+    [
+        ("gsm8k-grpo", "1x80GB"),
+        ("gsm8k-dapo", "1x80GB"),
+        ("countdown-grpo", "2x80GB"),
+        ("deepscaler-8k", "8x80GB"),
+    ],
+)
+def test_a_recipe_that_needs_gpus_fits_on_what_its_page_says(recipe: str, devices: str) -> None:
+    config = resolve_any(recipe=load_recipe(recipe), run_name=recipe)
+    assert isinstance(config, RunConfig)
+    assert make_plan(config, devices=devices, check=check_described).fitting
+
+
 def test_ways_over_several_devices_are_listed_with_their_widths() -> None:
     made = planned({"model": "Qwen/Qwen2.5-72B-Instruct", "prompts_per_step": 64}, "8xB200")
     assert not made.refused

@@ -115,7 +115,7 @@ def test_soft_labels_of_pairs_name_the_likelier_answer_chosen(tmp_path: Path) ->
     for soft_label in (1.5, -0.1, "nan", "often", True):
         with pytest.raises(DataError, match=r"'soft_label' is .* a number from 0 to 1"):
             load(tmp_path, "reward", [pair | {"soft_label": soft_label}])
-    with pytest.raises(DataError, match=r"a margin, 2, and a soft_label, 0\.9"):
+    with pytest.raises(DataError, match=r"row 0 .*a margin, 2, and a soft_label, 0\.9"):
         load(tmp_path, "reward", [pair | {"soft_label": 0.9, "margin": 2}])
 
 

@@ -279,7 +279,7 @@ def _to_example(reader: RowReader, row: TableRow) -> Example | str:
             example["margin"] = margin
         soft_label = _number(row, SOFT_LABEL, most=1.0) if reader.labels else None
         if soft_label is not None:
-            example |= _with_soft_label(example, soft_label)
+            example |= _with_soft_label(example, soft_label, place=row.place)
     elif reader.needs.kind == "labelled" and not reader.reads_pairs:
         example["label"] = _label(row)
     return example
@@ -303,12 +303,12 @@ def _number(row: TableRow, column: str, *, most: float | None = None) -> float |
     return number
 
 
-def _with_soft_label(example: Example, chance: float) -> Example:
+def _with_soft_label(example: Example, chance: float, *, place: str) -> Example:
     """Return a pair whose `chosen` is the likelier one, with the chance that it is better."""
     if "margin" in example:
         raise DataError(
-            f"a row has a margin, {example['margin']:g}, and a {SOFT_LABEL}, {chance:g}, which are two ways to say how "
-            "much better an answer is; remove one of the columns"
+            f"{place} has a margin, {example['margin']:g}, and a {SOFT_LABEL}, {chance:g}, two ways to say how much better "
+            "an answer is; remove one of the columns"
         )
     if chance < 0.5:
         chosen, rejected = example["rejected"], example["chosen"]

@@ -141,7 +141,6 @@ def serve(
     """
     from ycore.api import trained
     from ycore.engine.kinds import INSTALL_VLLM, is_vllm_installed
-    from ycore.scoring.best_of import MIDDLEWARE, best_of_environment
 
     model = _named(model, "serve", best=best)
     folder = trained.language_model(model, best=best)
@@ -160,6 +159,8 @@ def serve(
             f"--best-by {best_by} chooses among the answers of --best-of, which is 1; say --best-of 8"
         )
     if best_of > 1:
+        from ycore.scoring.best_of import MIDDLEWARE, best_of_environment
+
         environment = best_of_environment(best_of, best_by)
         words += ["--middleware", MIDDLEWARE]
     print_table([("model", f"{name}, from {folder}"), ("address", f"http://{host}:{port}/v1")])

@@ -175,6 +175,20 @@ def test_a_reward_model_learns_the_chance_of_a_soft_label(
     assert losses(tmp_path / "run")[-1] == pytest.approx(least, abs=0.02)
 
 
+@pytest.mark.parametrize("soft", ["train", "held out"])
+def test_soft_labels_may_be_of_one_side_alone(soft: str, place: Path, tmp_path: Path) -> None:
+    """Held-out pairs without them count as certain."""
+    (tmp_path / "soft.jsonl").write_text(json.dumps(PAIRS[9] | {"soft_label": 0.9}) + "\n")
+    (tmp_path / "hard.jsonl").write_text(json.dumps(PAIRS[8]) + "\n")
+    names = ["soft.jsonl", "hard.jsonl"] if soft == "train" else ["hard.jsonl", "soft.jsonl"]
+    rows, held_out = (str(tmp_path / name) for name in names)
+    keys = {"dataset": rows, "eval_dataset": held_out, "held_out": 1, "batch_size": 1}
+    trained(opened(place, tmp_path / "run", "reward", **keys, steps=1))
+    after = read_json(RunFolder(tmp_path / "run").held_out)["held_out"]["after"]
+    assert after["n"] == 1
+    assert after["loss"] == pytest.approx(math.log1p(math.exp(-after["margin"])), abs=1e-4)
+
+
 def loads(output: Path, method: str, place: Path) -> bool:
     """The saved model is another than the first one, and answers with numbers."""
     folder = RunFolder(output).model

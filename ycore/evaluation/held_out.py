@@ -139,13 +139,13 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
     ]
     right_and_kept = [right and kept for right, kept in zip(is_right, keeps_all, strict=True)]
     num_right = {"pass": sum(is_right), "cot-pass": sum(right_and_kept)}
-    choosers = iter(range(1, len(config.rewards)))
     for name in figure_names(config)[len(sums) :]:
         kind, k = name.split("@")
         if kind == "majority":
             sums[name] = (_is_vote_right(group, is_right), 1)
         elif kind == "best":
-            sums[name] = (_first_reward_of_best(group, next(choosers)), 1)
+            chooser = reward_names(config.rewards).index(name.partition("/")[2])
+            sums[name] = (_first_reward_of_best(group, chooser), 1)
         else:
             sums[name] = (pass_at_k(size, num_right[kind], int(k)), 1)
     num_cut = sum(completion.finish_reason == "length" for completion in group.completions)

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,10 @@ class Inputs:
         return name not in self.bound and (
             self.takes_any or name in self.required or name in self.optional
         )
+
+    def accepted(self, offered: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a call should pass of what there is."""
+        return {name: offered[name] for name in offered if self.accepts(name)}
 
 
 def load_reward(spec: RewardConfig) -> Reward:

@@ -139,7 +139,7 @@ def _arguments(source: LoadedReward, request: Record, logged: list[JsonObject]) 
     offered["trainer_state"] = SimpleNamespace(global_step=request["step"])
     offered["log_extra"] = log_extra
     offered["log_metric"] = log_metric
-    return {name: value for name, value in offered.items() if source.inputs.accepts(name)}
+    return source.inputs.accepted(offered)
 
 
 def _images(names: str | list[str]) -> Any:

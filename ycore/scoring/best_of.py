@@ -100,9 +100,7 @@ class BestOf:
                 for choice in choices
             ],
         }
-        inputs = inputs_of(self._reward)
-        accepted = {name: columns[name] for name in columns if inputs.accepts(name)}
-        rewards = self._reward(**accepted)
+        rewards = self._reward(**inputs_of(self._reward).accepted(columns))
         known = [
             -math.inf if reward is None or math.isnan(reward) else reward for reward in rewards
         ]

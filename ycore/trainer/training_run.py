@@ -9,7 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -391,7 +391,7 @@ class TrainingRun(ABC, TrainerCallback):
         if self.leads:
             self.metrics.forget_after(step)
         self.begin(resumes=checkpoint is not None)
-        with _autocast_only(self.trainer):
+        with _without_input_casts(self.trainer):
             try:
                 self.trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
             except EndedEarly:
@@ -445,7 +445,11 @@ class TrainingRun(ABC, TrainerCallback):
         self.metrics.close()
 
 
-def _autocast_only(trainer: BaseTrainer) -> AbstractContextManager[Any]:
-    """Spare adapters the cast of their inputs, which autocast makes anyway."""
-    casting: AbstractContextManager[Any] = disable_input_dtype_casting(trainer.bare_model)
-    return nullcontext() if trainer.keeps_peft else casting
+@contextmanager
+def _without_input_casts(trainer: BaseTrainer) -> Iterator[None]:
+    """Spare adapters the cast of their inputs, which autocast makes anyway, where the trainer runs in autocast alone."""
+    if trainer.keeps_peft:
+        yield
+        return
+    with disable_input_dtype_casting(trainer.bare_model):
+        yield

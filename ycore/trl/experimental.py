@@ -58,7 +58,7 @@ def _reward(name: str) -> Callable[..., Any]:
     inputs = inputs_of(function)
 
     def reward(**columns: Any) -> Any:
-        return function(**{key: columns[key] for key in columns if inputs.accepts(key)})
+        return function(**inputs.accepted(columns))
 
     reward.__name__ = name.rpartition(":")[2]
     return reward

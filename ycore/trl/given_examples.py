@@ -180,7 +180,9 @@ class RewardModelTrainer(BaseTrainer, RewardTrainer):
 def _collate_soft_labels(
     collate: Callable[[list[Example]], dict[str, Any]], rows: list[Example]
 ) -> dict[str, Any]:
-    return {**collate(rows), SOFT_LABEL: torch.tensor([row[SOFT_LABEL] for row in rows])}
+    """Add the soft labels to TRL's batch; 1 for held-out rows of a dataset without them."""
+    soft_labels = [row.get(SOFT_LABEL, 1.0) for row in rows]
+    return {**collate(rows), SOFT_LABEL: torch.tensor(soft_labels)}
 
 
 def last_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -90,7 +90,7 @@ class OwnFunction:
         """The loss of a micro-batch, a number or by token (B, T), and its metrics, from what the function takes."""
         offered["mask"] = mask
         inputs = inputs_of(self._function)
-        returned = self(**{name: offered[name] for name in offered if inputs.accepts(name)})
+        returned = self(**inputs.accepted(offered))
         loss, metrics = returned if isinstance(returned, tuple) else (returned, None)
         is_loss = (
             isinstance(loss, Tensor)

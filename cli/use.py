@@ -142,6 +142,10 @@ def serve(
     from ycore.api import trained
     from ycore.engine.kinds import INSTALL_VLLM, is_vllm_installed
 
+    if best_of == 1 and best_by != "similarity":
+        raise ConfigError(
+            f"--best-by {best_by} chooses among the answers of --best-of, which is 1; say --best-of 8"
+        )
     model = _named(model, "serve", best=best)
     folder = trained.language_model(model, best=best)
     name = served_name(model)
@@ -154,10 +158,6 @@ def serve(
         template_arguments=trained.template_arguments(model),
     )
     environment = {}
-    if best_of == 1 and best_by != "similarity":
-        raise ConfigError(
-            f"--best-by {best_by} chooses among the answers of --best-of, which is 1; say --best-of 8"
-        )
     if best_of > 1:
         from ycore.scoring.best_of import MIDDLEWARE, best_of_environment
 

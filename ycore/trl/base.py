@@ -38,7 +38,7 @@ class BaseTrainer(Trainer):
     """peft's name for what the model does."""
 
     keeps_peft: ClassVar[bool] = False
-    """Whether adapters run as peft has them: with a second one beside them, or out of autocast."""
+    """Whether adapters keep peft's own forward, for a trainer that adds a second adapter or leaves autocast."""
 
     way_out: ClassVar[str] = "nothing of it is saved; try again with a lower --learning-rate"
     saving: Callable[[int], AbstractContextManager[Path]] | None = None

@@ -40,7 +40,7 @@ BestBy = Annotated[
     str,
     typer.Option(
         metavar="REWARD",
-        help="The reward by which an answer is best, in the server's process; similarity is to the others.",
+        help="Chooses the answer, in the server's process; similarity takes the one most like the others.",
     ),
 ]
 Target = Annotated[

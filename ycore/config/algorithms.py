@@ -279,7 +279,7 @@ def _experimental(base: Algorithm, name: str, *, reads: str, needs: str = "") ->
         summary=f"Train a model with TRL's experimental {name.upper()}Trainer.",
         help=(
             f"Columns: {reads}.\n"
-            f"Any field of TRL's {name.upper()}Config is an option too; see docs/algorithms.md."
+            f"Any field of TRL's {name.upper()}Config is an option too; see docs/trainers.md."
         ),
         examples=(
             f"--model smollm2-135m --dataset {base.dataset} {needs}--output runs/{name}",

@@ -18,6 +18,7 @@ def test_shipped_recipes_have_names_and_descriptions() -> None:
         "deepscaler-8k",
         "gsm8k-dapo",
         "gsm8k-grpo",
+        "open-r1-math",
     ]
 
 

@@ -205,6 +205,7 @@ def test_the_options_of_a_plan_are_those_that_the_recipe_lacks() -> None:
         ("gsm8k-dapo", "1x80GB"),
         ("countdown-grpo", "2x80GB"),
         ("deepscaler-8k", "8x80GB"),
+        ("open-r1-math", "8x80GB"),
     ],
 )
 def test_a_recipe_that_needs_gpus_fits_on_what_its_page_says(recipe: str, devices: str) -> None:

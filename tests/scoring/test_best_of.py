@@ -109,6 +109,16 @@ def test_each_of_several_prompts_gets_its_best_answer(
     ]
 
 
+def test_a_reward_that_fails_is_named_in_the_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "rewards.py").write_text("def fails(completions):\n    return [1 / 0]\n")
+    status, answer, _ = post(
+        monkeypatch, "/v1/completions", f"{tmp_path}/rewards.py:fails", prompt="3 + 4?"
+    )
+    assert status == 500 and "ZeroDivisionError" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize("more", [{"stream": True}, {"n": 2}])
 def test_what_it_cannot_do_is_refused(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch

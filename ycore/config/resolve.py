@@ -84,7 +84,8 @@ def resolve_any(
     if isinstance(entry, Algorithm) and entry.learns_from == "rollouts":
         _fill_in_rollout_keys(merged)
     for path, value in indexed:
-        set_key(merged, path, value)
+        place = "mixture" if path[0] == "dataset" else path[0]  # where the list of datasets is
+        set_key(merged, [place, *path[1:]], value)
     if "output" not in merged:
         merged |= default_output(merged, run_name)
     return _validated(merged, entry)

@@ -65,10 +65,10 @@ class BestOf:
             body = foreign_json(await request.body())
             if not isinstance(body, dict):
                 raise ForeignRefused("the body is no JSON object")
-        except ForeignRefused as problem:
-            status, answer = 400, {"error": {"message": str(problem), "code": 400}}
-        else:
             status, answer = await self._answer(server, scope["path"], body)
+        except (ForeignRefused, RewardError) as problem:
+            status = 400 if isinstance(problem, ForeignRefused) else 500
+            answer = {"error": {"message": str(problem), "code": status}}
         await JSONResponse(answer, status_code=status)(scope, receive, send)
 
     async def _answer(
@@ -100,7 +100,10 @@ class BestOf:
                 for choice in choices
             ],
         }
-        rewards = self._reward(**inputs_of(self._reward).accepted(columns))
+        try:
+            rewards = self._reward(**inputs_of(self._reward).accepted(columns))
+        except Exception as error:
+            raise RewardError(f"--best-by failed with {type(error).__name__}: {error}") from error
         known = [
             -math.inf if reward is None or math.isnan(reward) else reward for reward in rewards
         ]

@@ -482,7 +482,9 @@ def test_several_datasets_are_a_mixture() -> None:
     )
     assert [part.share for part in require_rollouts(again).mixture] == [2, 3]
     for place in ("mixture", "dataset"):
-        changed = require_rollouts(resolve(recipe=recipe, sets=[f"{place}.0.advantage=dr-grpo"]))
+        changed = require_rollouts(
+            resolve(recipe=recipe, sets=[f"{place}.0.advantage=dr-grpo"])
+        )
         assert changed.mixture[0].advantage == "dr-grpo"
     assert require_rollouts(resolve(recipe=recipe, options={"dataset": "c"})).mixture == []
     measured = require_rollouts(

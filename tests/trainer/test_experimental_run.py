@@ -22,6 +22,7 @@ from tests.trainer.test_example_run import (
     same,
     trained,
 )
+from ycore.api.running import checked_plan
 from ycore.config.resolve import resolve
 from ycore.errors import ConfigError, Interrupted
 from ycore.run.files import RunFolder, read_json
@@ -158,3 +159,19 @@ def test_what_it_needs_is_said_before_it_starts(
     options = {"algorithm": method, "model": "m", "dataset": "d.jsonl", "output": "o", **keys}
     with pytest.raises(ConfigError, match=way_out):
         resolve(options=options)
+
+
+@pytest.mark.parametrize(("method", "is_forecast"), [("orpo", True), ("sdft", False)])
+def test_the_seconds_of_those_that_write_are_not_forecast(
+    method: str, is_forecast: bool, place: Path, tmp_path: Path
+) -> None:
+    keys = {
+        "algorithm": method,
+        "model": str(place / "tiny"),
+        "dataset": str(place / "pairs.jsonl"),
+        "output": str(tmp_path / "run"),
+        "lora": None,
+        **keys_of(place, method),
+    }
+    length = checked_plan(resolve(options=keys))["length"]
+    assert ("time" in length, length["no_forecast"] is None) == (is_forecast, is_forecast)

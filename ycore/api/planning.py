@@ -10,7 +10,13 @@ from ycore.api.run_settings import keys_of
 from ycore.api.tables import Planned, aligned
 from ycore.config.algorithms import find_algorithm
 from ycore.config.resolve import require_rollouts, resolve
-from ycore.config.schema import BaseConfig, RewardConfig, RunConfig, TuneConfig
+from ycore.config.schema import (
+    BaseConfig,
+    ExperimentalConfig,
+    RewardConfig,
+    RunConfig,
+    TuneConfig,
+)
 from ycore.config.trl_arguments import BatchPlan, TuneBatch
 from ycore.errors import ConfigError
 from ycore.judge.declaration import JUDGE_PREFIX, with_declarations
@@ -120,6 +126,10 @@ def run_length(
         no_forecast = f"the sizes of {config.model} are not known here"
     elif (fleet := _fleet(config, site.machine)) is None:
         no_forecast = "the speed of this device is not known"
+    elif isinstance(config, ExperimentalConfig) and config.writes:
+        no_forecast = (
+            "the trainer writes completions by transformers, at a speed that is not known"
+        )
     elif isinstance(config, RunConfig):
         assert isinstance(batch, BatchPlan)
         length["time"] = _rollouts_time(config, site, batch, policy, fleet, details)

@@ -801,6 +801,11 @@ class ExperimentalConfig(TuneConfig):
     reward: str | None = None  # sdpo's: it scores in the trainer's process
 
     @property
+    def writes(self) -> bool:
+        """Whether the trainer learns from completions that it writes itself, by transformers."""
+        return self.algorithm in ("gold", "sdft", "sdpo")
+
+    @property
     def code_files(self) -> dict[str, str]:
         return {f"reward {self.reward}": self.reward.rpartition(":")[0]} if self.reward else {}
 

@@ -102,8 +102,10 @@ class BestOf:
         }
         try:
             rewards = self._reward(**inputs_of(self._reward).accepted(columns))
-        except Exception as error:
-            raise RewardError(f"--best-by failed with {type(error).__name__}: {error}") from error
+        except Exception as error:  # whatever a reward of one's own raises
+            raise RewardError(
+                f"--best-by failed with {type(error).__name__}: {error}"
+            ) from error
         known = [
             -math.inf if reward is None or math.isnan(reward) else reward for reward in rewards
         ]

@@ -10,7 +10,6 @@ import pytest
 from ycore_cli.main import run
 
 from tests.tiny_model import write_tiny_model
-from ycore.evaluation.evaluator import _position_bias
 from ycore.evaluation.preflight import PreflightMeasurements, preflight_verdict
 from ycore.models.names import HubAnswer
 from ycore.run.files import TRACKER_GROUP
@@ -274,18 +273,6 @@ def test_a_reward_is_measured_on_pairs_without_any_policy(
     assert found["accuracy/low"] < 9.5 / 12 < found["accuracy/high"] and "pass@1" not in found
     assert run([*line.split(), "--model", "other", "--dry-run"]) == 2
     assert "give one --model" in capsys.readouterr().err
-
-
-def test_a_judges_position_bias_is_that_of_all_rounds() -> None:
-    counted = [
-        ("ycore/judge/pairs", 60.0),
-        ("ycore/judge/position_bias", 0.5),
-        ("ycore/judge/calls", 9.0),
-    ]
-    assert _position_bias(
-        [*counted, ("ycore/judge/pairs", 20.0), ("ycore/judge/position_bias", 0.1)]
-    ) == {"position_bias": pytest.approx(32 / 80)}
-    assert _position_bias(counted[2:]) == {}
 
 
 @pytest.mark.verify

@@ -13,7 +13,7 @@ from ycore.config.learners import DistillConfig
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine.commands import engine_command, engine_environment
 from ycore.errors import ConfigError
-from ycore.launch.device_memory import fit_devices
+from ycore.launch.device_memory import fit_devices, max_sequences
 from ycore.launch.engine_watch import start_order
 from ycore.launch.engines import EnginePlan, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site, layout_of, on_machine
@@ -447,3 +447,14 @@ def test_what_ranks_keep_between_steps_is_planned_as_kept() -> None:
     )
     zero3 = trainer_memory(work, Strategy(8, 1, "zero3", 8)).resting
     assert zero3["none"] - zero3["optimizer"] == pytest.approx(8 * trained / 8)
+
+
+def test_an_evaluation_writes_as_many_at_once_as_its_engines_do_well(tmp_path: Path) -> None:
+    """They had as many seats as a training step of eight prompts would fill."""
+    for max_tokens in (256, 4096):
+        config = config_of(SEVEN, algorithm="eval", num_samples=1, max_tokens=max_tokens)
+        assert plan(config, ONE_24, tmp_path, trains=False).engines[0].max_num_seqs == 256
+    numbers = {"num_policy": 2, "num_engines": 2, "num_machines": 1}
+    assert max_sequences(config, "rollout", **numbers, on_gpu=False) == 32
+    chosen = config_of(SEVEN, algorithm="eval", engine={"args": {"max_num_seqs": 12}})
+    assert max_sequences(chosen, "rollout", **numbers, on_gpu=False) == 12

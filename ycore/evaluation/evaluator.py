@@ -6,7 +6,7 @@ figures) and `completions.jsonl` (every completion with its rewards) in the run 
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -16,6 +16,7 @@ from ycore.evaluation.held_out import (
     evaluation_figures,
     mean_of_known,
     pair_figures,
+    write_groups,
 )
 from ycore.run.files import RunFolder, sync, write_json_atomic
 from ycore.run.interrupt import on_stop
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from ycore.round.assemble import Assembly
     from ycore.round.step import Controller
 
-_PROMPTS_AT_ONCE = 64  # enough to keep the engines busy, few enough to hold
+_PROMPTS_PER_ROW = 64  # of metrics.jsonl
+_POSITION_BIAS = "ycore/judge/position_bias"
 
 
 def _evaluate(root: Path) -> None:
@@ -40,14 +42,14 @@ def _evaluate(root: Path) -> None:
         config = parts.config
         engines = [] if config.given_pairs else parts.engines(own_model(parts))
     controller = parts.controller(engines)
-    recorded: list[tuple[str, float]] = []
-    controller.record = lambda name, value: recorded.append((name, value))
     with started(controller, parts):
-        groups = _run_rounds(controller, len(parts.prompts.prompts), parts.folder.metrics, root)
+        groups = _write_all(controller, len(parts.prompts.prompts), parts.folder.metrics, root)
+        counted = controller.run(controller.add_up_meters())
     result: dict[str, float]
     if config.given_pairs:
         result = {"num_pairs": len(groups)} | pair_figures(groups, config)
-        result |= _position_bias(recorded)
+        if _POSITION_BIAS in counted:
+            result["position_bias"] = counted[_POSITION_BIAS]
     else:
         result = {"num_prompts": len(groups), "num_samples": config.num_samples}
         result |= evaluation_figures(count_groups(groups, config), config)
@@ -56,14 +58,6 @@ def _evaluate(root: Path) -> None:
         from ycore.view.trackers import tell_evaluation
 
         tell_evaluation(config, parts.folder, result)
-
-
-def _position_bias(recorded: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Return the share of all pairs in which a judge preferred the same position in both orders."""
-    counts = [value for name, value in recorded if name == "ycore/judge/pairs"]
-    shares = [value for name, value in recorded if name == "ycore/judge/position_bias"]
-    followed = sum(count * share for count, share in zip(counts, shares, strict=True))
-    return {"position_bias": followed / sum(counts)} if counts else {}
 
 
 @contextmanager
@@ -100,41 +94,48 @@ def own_model(parts: "Assembly") -> Any | None:
     return model.to("cuda") if torch.cuda.is_available() else model
 
 
-def _run_rounds(
+def _write_all(
     controller: "Controller", num_prompts: int, metrics: Path, root: Path
 ) -> list[Group]:
+    """Return the groups of all prompts, written to completions.jsonl in the order of the prompts."""
     completions = root / "completions.jsonl"
+    waiting: dict[int, Group] = {}
     done: list[Group] = []
     with (
         closing(MetricsWriter(metrics)) as writer,
         completions.open("w", encoding="utf-8") as file,
-        working("evaluating", total=num_prompts, unit="prompts") as work,
     ):
-        while len(done) < num_prompts:
-            num_groups = min(_PROMPTS_AT_ONCE, num_prompts - len(done))
-            groups = controller.next_round(step=0, num_groups=num_groups)
-            _write_completions(groups, file)
-            done += groups
-            work.add(len(groups))
-            first_rewards = [scores[0].value for group in done for scores in group.scores_GR]
-            writer.write({"step": len(done), "reward": mean_of_known(first_rewards)})
+
+        def write(group: Group) -> None:
+            waiting[group.draw.position] = group
+            while len(done) in waiting:
+                done.append(waiting.pop(len(done)))
+                _write_completions(done[-1], file)
+                if len(done) % _PROMPTS_PER_ROW == 0 or len(done) == num_prompts:
+                    first_rewards = [
+                        scores[0].value for item in done for scores in item.scores_GR
+                    ]
+                    writer.write({"step": len(done), "reward": mean_of_known(first_rewards)})
+
+        draws = [controller.draws.draw() for _ in range(num_prompts)]
+        work = write_groups(controller, draws, step=0, tell=write)
+        controller.run_round(work, step=0, trains=False)
     for path in (metrics, completions):
         sync(path)  # before anything says that the evaluation has finished
     return done
 
 
-def _write_completions(groups: Sequence[Group], file: TextIO) -> None:
-    for group in groups:
-        for completion, scores in zip(group.completions, group.scores_GR, strict=True):
-            row = {
-                "row": group.draw.prompt.row,
-                "prompt": group.draw.prompt.content,
-                "completion": completion.transcript,
-                "finish_reason": completion.finish_reason,
-                "rewards": [score.value for score in scores],
-                "problems": [score.problem for score in scores if score.problem],
-            }
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+def _write_completions(group: Group, file: TextIO) -> None:
+    for completion, scores in zip(group.completions, group.scores_GR, strict=True):
+        row = {
+            "row": group.draw.prompt.row,
+            "prompt": group.draw.prompt.content,
+            "completion": completion.transcript,
+            "finish_reason": completion.finish_reason,
+            "rewards": [score.value for score in scores],
+            "problems": [score.problem for score in scores if score.problem],
+        }
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ more. Intervals are 95 % percentiles of the bootstrap over prompts (Efron 1979).
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,7 +83,7 @@ def evaluate_policy(
     controller.draws.cursor = 0
     draws = [controller.draws.draw() for _ in range(rank, num_prompts, world)]
     groups = controller.run_round(
-        _write_groups(controller, draws, step), step=step, trains=False
+        write_groups(controller, draws, step=step), step=step, trains=False
     )
     table = np.zeros((num_prompts, len(figure_names(config)) + len(_EXTRAS), 2))
     for group in groups:
@@ -99,9 +99,14 @@ def evaluate_policy(
     return figures
 
 
-async def _write_groups(
-    controller: "Controller", draws: Sequence[Draw], step: int
+async def write_groups(
+    controller: "Controller",
+    draws: Sequence[Draw],
+    *,
+    step: int,
+    tell: Callable[[Group], None] = lambda group: None,
 ) -> list[Group]:
+    """Complete and score every prompt, as many at once as the engines have room for, and tell each group that is whole."""
     room = asyncio.Semaphore(controller.rules.max_in_flight or _PROMPTS_IN_FLIGHT)
 
     with working("evaluating", total=len(draws), unit="prompts") as work:
@@ -109,6 +114,7 @@ async def _write_groups(
         async def write(draw: Draw) -> Group:
             async with room:
                 group = (await controller.group(draw, step=step)).group
+            tell(group)
             work.add()
             return group
 

@@ -71,18 +71,28 @@ def slot_width(models: Sequence[ServedModel]) -> int:
 
 
 def max_sequences(
-    config: RunConfig, role: str, *, num_policy: int, num_engines: int, num_machines: int
+    config: RunConfig,
+    role: str,
+    *,
+    num_policy: int,
+    num_engines: int,
+    num_machines: int,
+    on_gpu: bool,
 ) -> int:
     """Return vLLM's `max_num_seqs` of an engine: a round's completions at once, and scorers that keep up with them.
+
+    An evaluation has no rounds: its engines write as many at once as they do well.
 
     Args:
         num_policy: engines of the policy on this machine.
         num_engines: engines of this engine's model on this machine.
     """
     num_sequences = config.engine.args.get("max_num_seqs")
-    if not isinstance(num_sequences, int):
-        group_size = config.num_samples if config.algorithm == "eval" else config.group_size
-        share = math.ceil(config.prompts_per_step * group_size / (num_policy * num_machines))
+    if not isinstance(num_sequences, int) and config.algorithm == "eval":
+        num_sequences = MAX_ROLLOUT_SEQS if on_gpu else MAX_SCORER_SEQS
+    elif not isinstance(num_sequences, int):
+        num_completions = config.prompts_per_step * config.group_size
+        share = math.ceil(num_completions / (num_policy * num_machines))
         num_sequences = max(1, min(MAX_ROLLOUT_SEQS, share))
     if role == ROLLOUT:
         return num_sequences
@@ -377,6 +387,7 @@ class RunMemory:
             num_policy=num_policy,
             num_engines=num_engines,
             num_machines=self._site.layout.num_machines,
+            on_gpu=bool(self._site.machine.devices),
         )
         new_tokens = config.max_tokens + model.max_new_tokens
         max_len = model.max_model_len or min(

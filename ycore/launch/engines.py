@@ -318,6 +318,7 @@ def _engine_spec(
             num_policy=num_policy,
             num_engines=num_engines,
             num_machines=site.layout.num_machines,
+            on_gpu=bool(site.machine.devices),
         ),
         seed=config.seed,
         tensor_parallel=model.width,

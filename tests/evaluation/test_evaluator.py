@@ -1,0 +1,62 @@
+"""All prompts of an evaluation are written as one stream, and its files are in the order of the prompts."""
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ycore.evaluation.evaluator import _write_all
+from ycore.run.metrics import read_metrics
+from ycore.types import Completion, Draw, Group, Prompt, Score
+
+NUM_PROMPTS = 130
+MAX_IN_FLIGHT = 3
+
+
+def group_of(draw: Draw) -> Group:
+    completion = Completion((1,), None, f"text {draw.position}", "stop", 0)
+    return Group(draw, (completion,), ((Score(float(draw.position)),),))
+
+
+class ScriptedController:
+    """Writes the first prompt until the last has been begun: all others pass it."""
+
+    def __init__(self) -> None:
+        self.draws = SimpleNamespace(draw=self._draw)
+        self.rules = SimpleNamespace(max_in_flight=MAX_IN_FLIGHT)
+        self.num_drawn = self.num_writing = self.most_writing = 0
+        self.last_began = asyncio.Event()
+
+    def _draw(self) -> Draw:
+        draw = Draw(self.num_drawn, Prompt(self.num_drawn, "p"), (1,))
+        self.num_drawn += 1
+        return draw
+
+    async def group(self, draw: Draw, *, step: int) -> Any:
+        self.num_writing += 1
+        self.most_writing = max(self.most_writing, self.num_writing)
+        if draw.position == NUM_PROMPTS - 1:
+            self.last_began.set()
+        await (self.last_began.wait() if draw.position == 0 else asyncio.sleep(0))
+        self.num_writing -= 1
+        return SimpleNamespace(group=group_of(draw))
+
+    def run_round(self, work: Any, *, step: int, trains: bool) -> list[Group]:
+        assert not trains
+        groups: list[Group] = asyncio.run(asyncio.wait_for(work, timeout=30))
+        return groups
+
+
+def test_no_prompt_waits_for_a_long_completion_of_another(tmp_path: Path) -> None:
+    """They were written 64 at a time: engines idled until the longest of each 64 had ended."""
+    controller: Any = ScriptedController()
+    metrics = tmp_path / "metrics.jsonl"
+    groups = _write_all(controller, NUM_PROMPTS, metrics, tmp_path)
+    in_order = list(range(NUM_PROMPTS))
+    assert [group.draw.position for group in groups] == in_order
+    lines = (tmp_path / "completions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["row"] for line in lines] == in_order
+    assert controller.most_writing == MAX_IN_FLIGHT
+    rows = [(row["step"], row["reward"]) for row in read_metrics(metrics)]
+    assert rows == [(number, (number - 1) / 2) for number in (64, 128, NUM_PROMPTS)]

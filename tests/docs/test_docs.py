@@ -118,7 +118,7 @@ def of_program(name: str) -> list[Any]:
     for page, line in chosen:
         use = line.split()[1] if name == "ycore" else ""
         again = use in loads_model
-        if use in ("chat", "export"):
+        if use in ("chat", "export", "doctor"):
             loads_model.add(use)
         marks = [pytest.mark.verify] if again else []
         params.append(pytest.param(page, line, id=f"{page.stem}: {line}", marks=marks))

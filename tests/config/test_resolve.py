@@ -552,3 +552,16 @@ def test_a_mixture_that_cannot_be_is_one_line(parts: list[object], message: str)
     with pytest.raises(ConfigError) as caught:
         _resolve(dataset=parts)
     assert message in str(caught.value)
+
+
+def test_only_a_measurement_takes_the_likeliest_tokens() -> None:
+    greedy = {**BASE, "trl": {"temperature": 0}}
+    for algorithm in ("grpo", "distill"):
+        with pytest.raises(
+            ConfigError, match="temperature must be greater than 0.*leave it out"
+        ):
+            resolve(recipe={**greedy, "algorithm": algorithm})
+    with pytest.raises(ConfigError, match="all 4 completions .* the same; say --num-samples 1"):
+        resolve(recipe={**greedy, "algorithm": "eval"})
+    config = resolve(recipe={**greedy, "algorithm": "eval", "num_samples": 1})
+    assert config.trl["temperature"] == 0

@@ -42,7 +42,8 @@ LIMITS: Mapping[str, Mapping[str, Any]] = {
         _COUNT,
     ),
     # sampling
-    **dict.fromkeys(("temperature", "repetition_penalty"), _POSITIVE),
+    "temperature": _NOT_NEGATIVE,  # 0 in an evaluation; `config.schema` refuses it where a policy learns
+    "repetition_penalty": _POSITIVE,
     "top_p": {"gt": 0, "le": 1},
     "top_k": {"ge": -1},
     "min_p": _SHARE,

@@ -329,6 +329,10 @@ class BaseConfig(Strict):
 
     def check(self) -> None:
         """Raise ConfigError where two keys contradict each other."""
+        if self.trl.get("temperature") == 0 and self.algorithm != "eval":
+            raise ConfigError(
+                "temperature must be greater than 0 where a policy learns from what it samples; it is 0; leave it out"
+            )
         if self.split != "train":
             _check_split("--split", self.split, self.dataset)
 
@@ -747,6 +751,10 @@ class EvalConfig(RunConfig):
 
     def check(self) -> None:
         super().check()
+        if self.trl.get("temperature") == 0 and self.num_samples > 1 and not self.pairs:
+            raise ConfigError(
+                f"at temperature 0 all {self.num_samples} completions of a prompt are the same; say --num-samples 1"
+            )
         if not self.pairs:
             return
         if self.has_turns:

@@ -454,7 +454,15 @@ def test_an_evaluation_writes_as_many_at_once_as_its_engines_do_well(tmp_path: P
     for max_tokens in (256, 4096):
         config = config_of(SEVEN, algorithm="eval", num_samples=1, max_tokens=max_tokens)
         assert plan(config, ONE_24, tmp_path, trains=False).engines[0].max_num_seqs == 256
-    numbers = {"num_policy": 2, "num_engines": 2, "num_machines": 1}
+    numbers: dict[str, int] = {"num_policy": 2, "num_engines": 2, "num_machines": 1}
     assert max_sequences(config, "rollout", **numbers, on_gpu=False) == 32
     chosen = config_of(SEVEN, algorithm="eval", engine={"args": {"max_num_seqs": 12}})
     assert max_sequences(chosen, "rollout", **numbers, on_gpu=False) == 12
+
+
+@pytest.mark.parametrize(("on_gpu", "num_sequences"), [(True, 256), (False, 32)])
+def test_a_judge_keeps_up_with_the_policys_engines(on_gpu: bool, num_sequences: int) -> None:
+    """On a GPU it read and wrote 32 answers at once, where the policy's engine wrote 256."""
+    config = config_of(THREE, judge=THREE, prompts_per_step=64)
+    numbers = {"num_policy": 1, "num_engines": 1, "num_machines": 1}
+    assert max_sequences(config, "judge", **numbers, on_gpu=on_gpu) == num_sequences

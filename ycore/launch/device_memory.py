@@ -47,8 +47,8 @@ _UNUSUAL_KEYS = {"quantization_config", "kv_lora_rank"}
 """Keys of a config.json whose weights have fewer bytes a value, or whose attention has other sizes."""
 MAX_MODEL_LEN = 4096  # tokens, where neither the user nor the model asks for less
 PROMPT_TOKENS = 512  # tokens of KV cache for a sequence's prompt; longer prompts wait for room
-MAX_ROLLOUT_SEQS = 256
-MAX_SCORER_SEQS = 32
+MAX_SEQS = 256
+MAX_SEQS_ON_CPU = 32  # of a scorer or an evaluation, where more are hardly faster
 
 
 def facts_here(location: str, *, name: str | None = None) -> ModelFacts | None:
@@ -87,16 +87,16 @@ def max_sequences(
         num_policy: engines of the policy on this machine.
         num_engines: engines of this engine's model on this machine.
     """
+    usual = MAX_SEQS if on_gpu else MAX_SEQS_ON_CPU
     num_sequences = config.engine.args.get("max_num_seqs")
-    if not isinstance(num_sequences, int) and config.algorithm == "eval":
-        num_sequences = MAX_ROLLOUT_SEQS if on_gpu else MAX_SCORER_SEQS
-    elif not isinstance(num_sequences, int):
-        num_completions = config.prompts_per_step * config.group_size
-        share = math.ceil(num_completions / (num_policy * num_machines))
-        num_sequences = max(1, min(MAX_ROLLOUT_SEQS, share))
+    if not isinstance(num_sequences, int):
+        evaluates = config.algorithm == "eval"
+        group_size = config.num_samples if evaluates else config.group_size
+        share = math.ceil(config.prompts_per_step * group_size / (num_policy * num_machines))
+        num_sequences = max(usual if evaluates else 1, min(MAX_SEQS, share))
     if role == ROLLOUT:
         return num_sequences
-    return min(math.ceil(num_sequences * num_policy / num_engines), MAX_SCORER_SEQS)
+    return min(math.ceil(num_sequences * num_policy / num_engines), usual)
 
 
 def fit_devices(config: RunConfig, machine: Machine) -> RunConfig:

@@ -2,11 +2,16 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from ycore.errors import RunError
 from ycore.evaluation.evaluator import _write_all
+from ycore.round.meters import RoundMeter
 from ycore.run.metrics import read_metrics
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -14,15 +19,13 @@ NUM_PROMPTS = 130
 MAX_IN_FLIGHT = 3
 
 
-def group_of(draw: Draw) -> Group:
-    completion = Completion((1,), None, f"text {draw.position}", "stop", 0)
-    return Group(draw, (completion,), ((Score(float(draw.position)),),))
-
-
 class ScriptedController:
     """Writes the first prompt until the last has been begun: all others pass it."""
 
-    def __init__(self) -> None:
+    def __init__(self, score_of: Callable[[int], Score]) -> None:
+        peers: Any = SimpleNamespace(bytes_sent=0)
+        self.meter = RoundMeter([], peers, ())
+        self._score_of = score_of
         self.draws = SimpleNamespace(draw=self._draw)
         self.rules = SimpleNamespace(max_in_flight=MAX_IN_FLIGHT)
         self.num_drawn = self.num_writing = self.most_writing = 0
@@ -40,7 +43,12 @@ class ScriptedController:
             self.last_began.set()
         await (self.last_began.wait() if draw.position == 0 else asyncio.sleep(0))
         self.num_writing -= 1
-        return SimpleNamespace(group=group_of(draw))
+        completion = Completion((1,), None, f"text {draw.position}", "stop", 0)
+        score = self._score_of(draw.position)
+        return SimpleNamespace(group=Group(draw, (completion,), ((score,),)))
+
+    def count(self, group: Group) -> None:
+        self.meter.count(group, (1.0,))
 
     def run_round(self, work: Any, *, step: int, trains: bool) -> list[Group]:
         assert not trains
@@ -50,7 +58,7 @@ class ScriptedController:
 
 def test_no_prompt_waits_for_a_long_completion_of_another(tmp_path: Path) -> None:
     """They were written 64 at a time: engines idled until the longest of each 64 had ended."""
-    controller: Any = ScriptedController()
+    controller: Any = ScriptedController(lambda position: Score(float(position)))
     metrics = tmp_path / "metrics.jsonl"
     groups = _write_all(controller, NUM_PROMPTS, metrics, tmp_path)
     in_order = list(range(NUM_PROMPTS))
@@ -60,3 +68,12 @@ def test_no_prompt_waits_for_a_long_completion_of_another(tmp_path: Path) -> Non
     assert controller.most_writing == MAX_IN_FLIGHT
     rows = [(row["step"], row["reward"]) for row in read_metrics(metrics)]
     assert rows == [(number, (number - 1) / 2) for number in (64, 128, NUM_PROMPTS)]
+
+
+def test_a_reward_that_never_scores_ends_it_long_before_the_last_prompt(tmp_path: Path) -> None:
+    controller: Any = ScriptedController(lambda position: Score(None, problem="no such file"))
+    controller.last_began.set()
+    with pytest.raises(RunError, match=r"all 64 failed .no such file.; correct the reward"):
+        _write_all(controller, NUM_PROMPTS, tmp_path / "metrics.jsonl", tmp_path)
+    num_written = len((tmp_path / "completions.jsonl").read_text().splitlines())
+    assert 64 <= num_written <= 64 + MAX_IN_FLIGHT

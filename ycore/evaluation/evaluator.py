@@ -107,11 +107,16 @@ def _write_all(
     ):
 
         def write(group: Group) -> None:
+            controller.count(group)
             waiting[group.draw.position] = group
             while len(done) in waiting:
                 done.append(waiting.pop(len(done)))
                 _write_completions(done[-1], file)
                 if len(done) % _PROMPTS_PER_ROW == 0 or len(done) == num_prompts:
+                    controller.meter.end()
+                    controller.meter.metrics(
+                        controller.meter.take()
+                    )  # fails where no reward can score
                     first_rewards = [
                         scores[0].value for item in done for scores in item.scores_GR
                     ]

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import http.server
+import os
+import resource
 import socketserver
 import tempfile
 import threading
@@ -120,3 +122,36 @@ def test_a_request_in_flight_counts_once_where_a_lost_engine_comes_back(socket: 
         asyncio.run(work(seen_there))
     assert seen_there == ["GET /health", "POST /v1/completions"]
     assert seen_back == ["GET /health", "POST /later"]
+
+
+def test_as_many_requests_are_in_flight_as_the_machine_allows(socket: Path) -> None:
+    """Each is a connection; with a shell's usual limit of open files a large round's requests failed."""
+    num_requests = 200
+    num_arrived = 0
+    all_arrived = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_arrived
+        request = await reader.readuntil(b"\r\n\r\n")
+        if b"/completions" in request:
+            num_arrived += 1
+            if num_arrived == num_requests:
+                all_arrived.set()
+            await all_arrived.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    async def work() -> None:
+        server = Server("rollout-0", socket, request_timeout_s=60)
+        async with await asyncio.start_unix_server(answer, socket, backlog=num_requests):
+            asked = (server.request("POST", "/v1/completions") for _ in range(num_requests))
+            assert await asyncio.gather(*asked) == [None] * num_requests
+        await server.close()
+
+    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 50
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+    try:
+        asyncio.run(work())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))

@@ -21,6 +21,7 @@ then may leave weights dropped, so the next sleep is at least as deep.
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -235,6 +236,9 @@ class Server:
         import httpx
 
         if socket not in self._clients:
+            # Each request in flight is a connection, and the usual limit of open files is 1,024.
+            most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
             # The server closes a connection after 5 s without a request, as in a training step; ours are dropped before.
             self._clients[socket] = httpx.AsyncClient(
                 transport=httpx.AsyncHTTPTransport(

@@ -79,13 +79,13 @@ class Image(NamedTuple):
     height: int
 
 
-def in_blocks(content: Content) -> list[dict[str, Any]]:
+def in_blocks(content: Content) -> list[JsonObject]:
     """Chat turns in blocks of text and images, as processors and TRL take them: `{"type": "image"}` at each mark."""
     turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
 
-    def blocks(text: str) -> list[dict[str, Any]]:
+    def blocks(text: str) -> list[JsonObject]:
         first, *rest = text.split(IMAGE_MARK)
-        content_blocks: list[dict[str, Any]] = (
+        content_blocks: list[JsonObject] = (
             [{"type": "text", "text": first}] if first or not rest else []
         )
         for part in rest:
@@ -102,12 +102,12 @@ class Prompt:
 
     row: int
     content: Content
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Record = field(default_factory=dict)
     images: tuple[Image, ...] = ()
     """Images in the order of their marks in the content. Without images a mark is an ordinary letter."""
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Record, ...] = ()
     """Tools that the row lists, which the chat template shows."""
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    template_arguments: Record = field(default_factory=dict)
     """The row's own arguments of the chat template, over the run's."""
     dataset: str = ""
     """The name of its dataset, where a run has several."""
@@ -141,7 +141,7 @@ class Score:
     logged: Mapping[str, float | str] = field(default_factory=dict)
 
 
-def said(message: Mapping[str, Any]) -> str:
+def said(message: Record) -> str:
     """Return the text of a chat message, with the tools that it calls."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     return "\n".join(
@@ -164,7 +164,7 @@ class Turn:
 
     by_policy: bool
     num_tokens: int
-    messages: tuple[Mapping[str, Any], ...]
+    messages: tuple[Record, ...]
     calls: int = 0
     failures: int = 0
     seconds: float = 0.0
@@ -267,7 +267,7 @@ class Completion:
         return [(start, end, turn.reward) for start, end, turn in policy_turns[:-1]]
 
     @property
-    def messages(self) -> list[Mapping[str, Any]]:
+    def messages(self) -> list[Record]:
         """All turns as chat messages."""
         if not self.turns:
             return [{"role": "assistant", "content": self.text}]
@@ -377,7 +377,7 @@ def to_json(value: object) -> JsonObject:
     return plain
 
 
-def from_json(kind: type[T], value: Mapping[str, Any]) -> T:
+def from_json(kind: type[T], value: Record) -> T:
     """Return the value of this kind that `to_json` gave."""
     parsed: T = _adapter(kind).validate_python(value)  # type: ignore[arg-type]
     return parsed

@@ -415,9 +415,7 @@ _WAYS_OUT: Mapping[str, str] = {
 }
 
 
-def config_error(
-    problem: ValidationError, data: Mapping[str, Any], entry: AlgorithmEntry
-) -> ConfigError:
+def config_error(problem: ValidationError, data: Record, entry: AlgorithmEntry) -> ConfigError:
     """Name the first thing that is wrong: unknown keys before missing ones before bad values."""
     details = problem.errors(include_url=False)
     for detail in details:
@@ -480,7 +478,7 @@ def familiar_words(option: str, value: str, entry: AlgorithmEntry) -> str | None
 
 
 def declared_error(
-    problem: ValidationError, data: Mapping[str, Any], *, what: str, model: type[BaseModel]
+    problem: ValidationError, data: Record, *, what: str, model: type[BaseModel]
 ) -> ConfigError:
     """The first thing that is wrong with an object outside of a run's config, such as a judge.
 

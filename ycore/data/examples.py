@@ -31,7 +31,7 @@ from ycore.data.rows import (
 from ycore.data.source import read_table
 from ycore.errors import ConfigError, DataError
 from ycore.run.files import ImageStore
-from ycore.types import Image, in_blocks
+from ycore.types import Image, JsonObject, Record, in_blocks
 
 SIGHTED = ("sft", "dpo")
 """The algorithms whose rows may have pictures."""
@@ -58,7 +58,7 @@ class ExampleSet:
     train: Sequence[Example]
     held_out: Sequence[Example]
     left_out: Counter[str] = field(default_factory=Counter)
-    reading: Mapping[str, Any] = field(default_factory=dict)
+    reading: Record = field(default_factory=dict)
     samples: Mapping[str, Example] = field(default_factory=dict)
 
     @property
@@ -331,7 +331,7 @@ def _fill(table: Table, examples: list[Example]) -> None:
 
     TRL decides by the first row what all of them are.
     """
-    optional: dict[str, Any] = {
+    optional: JsonObject = {
         "margin": 0.0,
         SOFT_LABEL: 1.0,
         "tools": None,
@@ -377,7 +377,7 @@ def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Tab
     """Return the pairs with `prompt`, `chosen` and `rejected` as texts; DataError where none is left."""
     _require_pairs(table)
     reader = RowReader(table, RowNeeds("pairs", as_chat, prompt_column))
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for number in range(len(table.rows)):
         row = table.row(number)
         pair = reader.read(row)

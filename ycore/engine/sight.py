@@ -4,7 +4,7 @@ A picture is one token in what a chat template writes, and as many as it has fea
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from typing import Any
 from ycore.engine.vllm_plugin import use_pillow
 from ycore.errors import ModelError
 from ycore.run.files import ImageStore
-from ycore.types import Prompt, in_blocks
+from ycore.types import Prompt, Record, in_blocks
 
 
-def image_token_ids(config: Mapping[str, Any]) -> list[int]:
+def image_token_ids(config: Record) -> list[int]:
     """Return the tokens that stand for pictures or frames, by a model's config; none of them may be sampled."""
     keys = [f"{kind}_token_{name}" for kind in ("image", "video") for name in ("id", "index")]
     return sorted({config[key] for key in keys if isinstance(config.get(key), int)})
@@ -34,7 +34,7 @@ class Sight:
         self,
         processor: Any,
         store: ImageStore,
-        template_arguments: Mapping[str, Any] | None = None,
+        template_arguments: Record | None = None,
     ) -> None:
         self.processor = processor
         self.store = store
@@ -92,7 +92,7 @@ def load_sight(
     tokenizer: Any,
     *,
     trust_remote_code: bool = False,
-    template_arguments: Mapping[str, Any] | None = None,
+    template_arguments: Record | None = None,
 ) -> Sight:
     """Load the processor of a vision-language model, with this tokenizer; ModelError where it has none."""
     from transformers import AutoProcessor, ProcessorMixin

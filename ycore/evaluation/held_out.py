@@ -10,7 +10,7 @@ more. Intervals are 95 % percentiles of the bootstrap over prompts (Efron 1979).
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from ycore.run.metrics import EVALUATION, STEP_SECONDS, Row, is_evaluation, numb
 from ycore.run.tasks import together
 from ycore.run.work import working
 from ycore.scoring.group_rewards import compared_rewards, constraints_of
-from ycore.types import Draw, Group
+from ycore.types import Draw, Group, JsonObject, Record
 
 if TYPE_CHECKING:
     from ycore.round.step import Controller
@@ -286,11 +286,11 @@ def check_measuring(config: TuneConfig, num_held_out: int) -> None:
 
 
 def _check_options(
-    config: AnyConfig, settings: AnyConfig | None, more: Mapping[str, Any], way_out: str
+    config: AnyConfig, settings: AnyConfig | None, more: Record, way_out: str
 ) -> None:
     """Refuse options that need an evaluation; `settings` are those of one, None without rows to measure on."""
     rules = [name for name, _ in map(parse_rule, config.stop_when)]
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "--keep-best": config.keep_best,
         "--eval-every": config.eval_every,
         **more,
@@ -384,7 +384,7 @@ def as_metrics(figures: Mapping[str, float], prefix: str = EVALUATION) -> dict[s
     return {prefix + name: value for name, value in figures.items()}
 
 
-def row_figures(row: Row) -> dict[str, Any]:
+def row_figures(row: Row) -> JsonObject:
     """Return the step of a row and its figures, by their own names."""
     figures = {
         name.removeprefix(EVALUATION): row[name] for name in row if name.startswith(EVALUATION)
@@ -392,12 +392,12 @@ def row_figures(row: Row) -> dict[str, Any]:
     return {"step": row["step"], **figures}
 
 
-def evaluation_summary(rows: Sequence[Row], config: AnyConfig) -> dict[str, Any]:
+def evaluation_summary(rows: Sequence[Row], config: AnyConfig) -> JsonObject:
     """Return the first evaluation and the last, and the best where it is kept."""
     evaluations = [row for row in rows if is_evaluation(row)]
     if not evaluations:
         return {}
-    summary: dict[str, Any] = {
+    summary: JsonObject = {
         "held_out": {
             "before": row_figures(evaluations[0]),
             "after": row_figures(evaluations[-1]),

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ycore.evaluation.evaluator import own_model, started
 from ycore.evaluation.held_out import mean_of_known
 from ycore.run.files import write_json_atomic
 from ycore.run.reports import run_alone
 from ycore.scoring.group_rewards import total_reward
-from ycore.types import Group, Prompt
+from ycore.types import Group, JsonObject, Prompt
 
 if TYPE_CHECKING:
     from ycore.round.assemble import Assembly
@@ -105,7 +105,7 @@ def _preflight(root: Path) -> None:
 
 def measure_round(
     parts: "Assembly",
-) -> tuple[PreflightMeasurements, list[dict[str, Any]]]:
+) -> tuple[PreflightMeasurements, list[JsonObject]]:
     """Return all measurements, and a few completions from the worst reward to the best."""
     rules = parts.rules()
     prompts = parts.prompts.prompts
@@ -205,7 +205,7 @@ def add_groups(
     )
 
 
-def samples_of(groups: Sequence[Group], *, weights: Sequence[float]) -> list[dict[str, Any]]:
+def samples_of(groups: Sequence[Group], *, weights: Sequence[float]) -> list[JsonObject]:
     """Return a few completions, evenly from the lowest reward to the highest; those without a reward come first."""
     samples = [
         {

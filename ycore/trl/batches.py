@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ycore.types import Group, Prompt, Score, in_blocks, number_from
+from ycore.types import Group, JsonObject, Prompt, Score, in_blocks, number_from
 
 Batch = dict[str, Any]
 """A batch of TRL's: tensors with a row for each sequence, and numbers, by TRL's names and ycore's."""
@@ -30,7 +30,7 @@ class RoundPosition(NamedTuple):
 class FlatSequence:
     """One completion with its row. Rewards have one value per source, NaN where a source gave none."""
 
-    row: dict[str, Any]
+    row: JsonObject
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float] | None
@@ -88,7 +88,7 @@ def _flatten_group(group: Group, open_image: Callable[[str], Any] | None) -> lis
     return sequences
 
 
-def _row(prompt: Prompt, open_image: Callable[[str], Any] | None) -> dict[str, Any]:
+def _row(prompt: Prompt, open_image: Callable[[str], Any] | None) -> JsonObject:
     row = {**prompt.columns, "prompt": prompt.content}
     if open_image is None:
         return row

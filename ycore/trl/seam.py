@@ -48,7 +48,7 @@ from ycore.trl.forward import (
 from ycore.trl.importance import absolute_gap, importance_ratio, stand_in
 from ycore.trl.offload import Offload
 from ycore.trl.packing import packs_pictures, path_of, use_segments
-from ycore.types import Group, number_from
+from ycore.types import Group, JsonObject, number_from
 
 
 class RoundSource(Protocol):
@@ -116,7 +116,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         self._offloaded: Offload | None = None
         self._groups: Sequence[Group] = ()
         self._round: list[FlatSequence] = []
-        self.logged_completions: list[dict[str, Any]] = []
+        self.logged_completions: list[JsonObject] = []
         """The first completions of this rank's last round, by TRL's columns and what else is known of them."""
         self._rewards = torch.empty(0)
         self._micro_batch: Batch | None = None
@@ -219,7 +219,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         self.logged_completions = self._rows_to_log(groups, batch)
         return batch
 
-    def _rows_to_log(self, groups: Sequence[Group], batch: Batch) -> list[dict[str, Any]]:
+    def _rows_to_log(self, groups: Sequence[Group], batch: Batch) -> list[JsonObject]:
         advantages = batch["advantages"][: self.num_logged].float()
         if advantages.ndim > 1:  # of tokens: their mean
             mask = loss_mask(batch)[: self.num_logged]

@@ -30,7 +30,7 @@ from ycore.errors import (
     RunError,
     RunFolderError,
 )
-from ycore.run.claim import claim
+from ycore.run.claim import AS_IT_WAS, check_claim, claim
 from ycore.run.files import TRACKER_GROUP, RunFolder, write_json_atomic
 
 SFT = {"dataset": "chats.jsonl"}
@@ -199,6 +199,8 @@ class Scripted:
 
     def check(self, config: AnyConfig, *, resume: bool) -> list[tuple[str, str]]:
         self.checked.append(f"{config.model} {config.dataset}")
+        options = AS_IT_WAS if resume else None
+        check_claim(RunFolder(Path(config.output)), config, resume=options)
         if config.dataset == "nowhere":
             raise DataError("no such dataset")
         return [("model", config.model)]

@@ -302,6 +302,8 @@ def _checked_rows(stage: Stage) -> Rows:
     if keys is None:
         return [("later", "it takes what an earlier stage makes, and is checked in full then")]
     config = stage_config(stage, keys)
+    if stage.state == "begun" and config.algorithm == "eval":
+        return [("begun", "it has no checkpoint, and starts again")]
     with _named(stage):
         return stage_plan(config, resume=stage.state == "begun")
 

@@ -70,6 +70,10 @@ BAD: tuple[tuple[str, str], ...] = (
     ("--group-size two", "--group-size must be a whole number; it is 'two'"),
     ("--steps 0", "steps must be greater than 0; it is 0"),
     ("--max-tokens 512", "the model's context of 512 tokens; it is 512; e.g. --max-tokens 256"),
+    (
+        "--set engine.max_model_len=64 --max-tokens 64",
+        "engine.max_model_len of 64 tokens; it is 64",
+    ),
     ("--seed -1", "seed must be at least 0; it is -1"),
     (
         "--per-device-train-batch-size 7",

@@ -124,6 +124,11 @@ def test_the_longest_sequence_is_the_models_or_what_is_said(plan: Plan) -> None:
     assert plan(config_with(), TWO_CORES).max_model_len == 4096
     assert model_length(None, {"max_position_embeddings": 512}, option="max_model_len") == 512
     assert plan(config_with(engine={"max_model_len": 128}), TWO_CORES).max_model_len == 128
+    long = plan(config_with(max_tokens=6000), TWO_CORES)
+    assert long.max_model_len == long.engines[0].max_model_len == 8048, (
+        "a prompt has 2,048 of them"
+    )
+    assert plan(config_with(max_tokens=7000), TWO_CORES).max_model_len == 8192
     with pytest.raises(
         ConfigError, match=r"engine.max_model_len 9000 is more than the model's 8192"
     ):

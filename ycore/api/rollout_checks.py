@@ -43,11 +43,14 @@ def check_rollouts(
     engine: EngineKind = REPLAY
     if config.replay is None:
         engine, _ = choose_kind(config.engine.kind, family=sighted_family(config.model))
-    if model.context_length is not None and config.max_tokens >= model.context_length:
-        raise ConfigError(
-            f"max_tokens must leave room for a prompt in the model's context of {model.context_length} tokens; "
-            f"it is {config.max_tokens}; e.g. --max-tokens {max(1, model.context_length // 2)}"
-        )
+    limits = {"the model's context": model.context_length}
+    limits["engine.max_model_len"] = config.engine.max_model_len
+    for name, limit in limits.items():
+        if limit is not None and config.max_tokens >= limit:
+            raise ConfigError(
+                f"max_tokens must leave room for a prompt in {name} of {limit} tokens; it is {config.max_tokens}; "
+                f"e.g. --max-tokens {max(1, limit // 2)}"
+            )
     prompts = _load_prompts(config, as_chat=model.has_chat_template is True)
     if prompts.is_chat:
         require_chat_template(model)

@@ -165,7 +165,7 @@ class EngineSettings(Strict):
     devices: Literal["shared"] | Positive = "shared"
     # Devices, or cores of a CPU, that one engine of the policy spans; `auto`: the fewest that fit, on a CPU 1.
     tensor_parallel: Width = "auto"
-    # Longest prompt plus completion, in tokens; None is the model's own context, at most 4096.
+    # Longest prompt plus completion, in tokens; None is 4096, or 2048 more than --max-tokens, within the model's context.
     max_model_len: Positive | None = None
     # KV cache of one engine on a CPU, all its workers together, in GiB; None derives it from the model and the batch.
     memory_gib: Positive | None = None

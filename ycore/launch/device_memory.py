@@ -45,7 +45,8 @@ FactsOf = Callable[[str], ModelFacts | None]
 
 _UNUSUAL_KEYS = {"quantization_config", "kv_lora_rank"}
 """Keys of a config.json whose weights have fewer bytes a value, or whose attention has other sizes."""
-MAX_MODEL_LEN = 4096  # tokens, where neither the user nor the model asks for less
+_USUAL_LENGTH = 4096  # tokens of a prompt and its completion
+_PROMPT_ROOM = 2048  # tokens beside a completion that takes most of that, or more
 PROMPT_TOKENS = 512  # tokens of KV cache for a sequence's prompt; longer prompts wait for room
 MAX_SEQS = 256
 MAX_SEQS_ON_CPU = 32  # of a scorer or an evaluation, where more are hardly faster
@@ -63,6 +64,12 @@ def facts_here(location: str, *, name: str | None = None) -> ModelFacts | None:
             None if config.keys() & _UNUSUAL_KEYS else facts_of(config, name=name or location)
         )
     return None
+
+
+def usual_length(context: int | None, *, new_tokens: int) -> int:
+    """Return the longest prompt plus completion in tokens, where the user names none: no more than the model's context."""
+    usual = max(_USUAL_LENGTH, new_tokens + _PROMPT_ROOM)
+    return min(context or usual, usual)
 
 
 def slot_width(models: Sequence[ServedModel]) -> int:
@@ -390,8 +397,8 @@ class RunMemory:
             on_gpu=bool(self._site.machine.devices),
         )
         new_tokens = config.max_tokens + model.max_new_tokens
-        max_len = model.max_model_len or min(
-            facts.context_length or MAX_MODEL_LEN, MAX_MODEL_LEN
+        max_len = model.max_model_len or usual_length(
+            facts.context_length, new_tokens=new_tokens
         )
         mean_len = min(max_len, PROMPT_TOKENS + new_tokens)
         return EngineNeed(

@@ -18,13 +18,13 @@ from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
 from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
 from ycore.errors import ConfigError
 from ycore.launch.device_memory import (
-    MAX_MODEL_LEN,
     PROMPT_TOKENS,
     FactsOf,
     RunMemory,
     facts_here,
     max_sequences,
     slot_width,
+    usual_length,
 )
 from ycore.launch.layout import ONE_RANK, Site, machine_of
 from ycore.models.fetch import fetch_model
@@ -153,7 +153,10 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
     """Plan every engine of this machine."""
     model_config = read_json(fetch(config.model) / "config.json")
     length = model_length(
-        config.engine.max_model_len, model_config, option="engine.max_model_len"
+        config.engine.max_model_len,
+        model_config,
+        option="engine.max_model_len",
+        new_tokens=config.max_tokens,
     )
     if config.replay is None or config.teaches_exactly:
         from ycore.scoring.model_scorers import check_teachers
@@ -279,11 +282,13 @@ def arrange_hosts(config: RunConfig, known: FactsOf) -> Iterator[Arrangement]:
         yield arrangement._replace(slots=slots)
 
 
-def model_length(requested: int | None, model_config: Mapping[str, Any], *, option: str) -> int:
-    """Return the longest prompt plus completion in tokens: as requested, else the model's context, 4096 at most."""
+def model_length(
+    requested: int | None, model_config: Mapping[str, Any], *, option: str, new_tokens: int = 0
+) -> int:
+    """Return the longest prompt plus completion in tokens; ConfigError where the model's context is shorter than asked."""
     context = context_length(dict(model_config))
     if requested is None:
-        return min(context or MAX_MODEL_LEN, MAX_MODEL_LEN)
+        return usual_length(context, new_tokens=new_tokens)
     if context and requested > context:
         raise ConfigError(f"{option} {requested} is more than the model's {context}; lower it")
     return requested
@@ -310,7 +315,10 @@ def _engine_spec(
         run_id=site.folder.run_id,
         dtype="float32" if config.dtype == "float32" else "bfloat16",
         max_model_len=model_length(
-            model.max_model_len, settings, option=model.option("max_model_len")
+            model.max_model_len,
+            settings,
+            option=model.option("max_model_len"),
+            new_tokens=config.max_tokens + model.max_new_tokens,
         ),
         max_num_seqs=max_sequences(
             config,

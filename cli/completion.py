@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
@@ -50,9 +49,6 @@ def _values(command_name: str, name: str) -> Sequence[str]:
         return list(presets())
     if name == "benchmark":
         return list(benchmarks())
-    if name == "words":
-        pages = sorted(page.name for page in files("ycore_docs").iterdir())
-        return [page.removesuffix(".md") for page in pages if page.endswith(".md")]
     if name in _OTHERS:
         return _OTHERS[name]
     key = KEYS.get(name, name)

@@ -58,7 +58,6 @@ def test_tab_completes_every_kind_of_word(home: Path) -> None:
     assert press_tab("ycore grpo --recipe quick") == {"quickstart"}
     assert press_tab("ycore grpo --reward exa") == {"exact_answer"}
     assert press_tab("ycore eval --benchmark gsm") == {"gsm8k"}
-    assert press_tab("ycore docs sand") == {"sandbox"}
     assert press_tab("ycore export --format g") == {"gguf"}
     assert press_tab("ycore grpo --dataset ro") == set(), "files, which bash lists itself"
     for line in ("ycore resume runs/", "ycore chat runs/", "ycore eval --model runs/"):

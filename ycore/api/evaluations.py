@@ -13,8 +13,6 @@ from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, DataError
 from ycore.run.files import tracker_group, write_json_atomic
 
-_SAMPLE_WIDTH = 100
-
 
 def evaluation_plan(
     config: RunConfig, *, benchmark: str | None, has_dataset: bool
@@ -34,12 +32,8 @@ def run_evaluations(configs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
     """Run the evaluations one after another; the summary of each by its model. Trackers get several as one group."""
     from ycore.launch.launcher import EVALUATOR, run_worker
 
-    several = len(configs) > 1
-    with (
-        tracker_group(Path(configs[0].output).resolve().parent.name)
-        if several
-        else nullcontext()
-    ):
+    family = Path(configs[0].output).resolve().parent.name
+    with tracker_group(family) if len(configs) > 1 else nullcontext():
         return {config.model: run_worker(EVALUATOR, config) for config in configs}
 
 
@@ -82,8 +76,7 @@ def compare_evaluations(
     comparison = root / side_by_side.COMPARISON
     write_json_atomic(comparison, result)
     table = side_by_side.table_lines(summaries, differences)
-    written = ["written", str(comparison)]
-    return result, [*table, written + [""] * (len(table[0]) - len(written))]
+    return result, [*table, ["written", str(comparison), *[""] * (len(table[0]) - 2)]]
 
 
 def preflight_config(config: RunConfig) -> RunConfig:
@@ -115,7 +108,7 @@ def preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
     for sample in result["samples"]:
         text = " ".join(str(sample["completion"]).split())
         reward = "masked" if sample["reward"] is None else f"{sample['reward']:.2f}"
-        yield f"{reward:>7}  {text[:_SAMPLE_WIDTH]}"
+        yield f"{reward:>7}  {text[:100]}"
     yield ""
     yield result["in_words"]
     for finding in result["findings"][1:]:

@@ -43,8 +43,10 @@ def check_rollouts(
     engine: EngineKind = REPLAY
     if config.replay is None:
         engine, _ = choose_kind(config.engine.kind, family=sighted_family(config.model))
-    limits = {"the model's context": model.context_length}
-    limits["engine.max_model_len"] = config.engine.max_model_len
+    limits = {
+        "the model's context": model.context_length,
+        "engine.max_model_len": config.engine.max_model_len,
+    }
     for name, limit in limits.items():
         if limit is not None and config.max_tokens >= limit:
             raise ConfigError(

@@ -182,7 +182,7 @@ class EngineSettings(Strict):
     ] = {}  # any other argument of vLLM's for the policy's engines, by vLLM's own name
     # Limit for an engine to become ready, and then for the trainer to reach its first step.
     start_timeout_s: PositiveFloat = 600.0
-    # Limit for an engine to answer a request, including its retries.
+    # Limit for an engine to answer a request, including its retries; of a completion at least 1 s for 10 tokens.
     request_timeout_s: PositiveFloat = 600.0
     # How long an engine may be stopped, or not answer `/health`, before it is killed and started again.
     health_timeout_s: PositiveFloat = 60.0

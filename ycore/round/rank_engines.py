@@ -24,6 +24,7 @@ from ycore.scoring.scoring import ScorerEngines, scorer_servers
 
 S = TypeVar("S")
 _DEFAULT_CAPACITY = 64
+_SLOWEST_TOKENS_PER_S = 10  # of a completion that is still waited for
 """Requests of a role that a slot takes at once, where the engines' own limit is not known."""
 
 
@@ -107,7 +108,10 @@ class RankEngines:
                     name,
                     self.folder.socket(name),
                     sampling,
-                    request_timeout_s=settings.request_timeout_s,
+                    request_timeout_s=max(
+                        settings.request_timeout_s,
+                        self.config.max_tokens / _SLOWEST_TOKENS_PER_S,
+                    ),
                     restart_timeout_s=restart_timeout_s(settings),
                     min_verified=settings.min_verified,
                     sleeps=self.listed.sleeps and name in home_names,

@@ -2,7 +2,7 @@
 
 For tests of what machines tell each other, where the import of torch would be nearly all of a trial. Ranks share the run
 folder: a stop that one of them has heard of is a file in it, and so is the order to fail, to hear of a stop after the
-last step, or to tell of none since its network is cut.
+last step, to tell of none since its network is cut, or never to end after a stop.
 """
 
 import os
@@ -71,6 +71,8 @@ def main() -> int:
         if stop.is_set() and not (home / f"cut-{rank.number}").exists():
             stopped.touch()
         if stopped.exists():
+            if (home / f"hangs-{rank.number}").exists():
+                time.sleep(3600)
             report_end(folder, rank, 130)
             return 0
         if (home / f"fail-{rank.number}").exists():

@@ -502,6 +502,39 @@ def test_a_machine_that_hears_of_a_stop_after_the_last_step_lets_no_other_wait(
     machines.assert_nothing_is_left([0, 1])
 
 
+def test_a_rank_that_never_ends_after_a_stop_is_killed_once_others_have_ended(
+    make: Make,
+) -> None:
+    machines = make(2)
+    machines.start(steps=10_000)
+    machines.wait_for_steps(2)
+    (machines.folder.root / "hangs-0").touch()
+    interrupt(machines, 0)
+    assert machines.wait(within_s=2 * ENDED_WITHIN_S) == [130, 130]
+    assert "`ycore resume run` continues" in machines.said(0)
+    machines.assert_nothing_is_left([0, 1])
+
+
+@pytest.mark.verify
+def test_a_ctrl_c_that_reaches_a_rank_late_ends_it_in_order(make: Make) -> None:
+    """Killed in Python's shutdown it looked failed to torchrun, whose fellow on machine 0 waited 300 s for it."""
+    machines = make(2)
+    machines.start(steps=1000, ranks=None)
+    machines.wait_for_steps(2)
+    rank = machines.rank(1)
+    home = RunFolder(machines.folder.root / "node-1")
+    interrupt(machines, 0)
+    while (report := read_report(home, 0)) and report.exit_code is None:
+        time.sleep(0.01)
+    with suppress(psutil.NoSuchProcess):
+        while True:
+            rank.send_signal(signal.SIGINT)
+            time.sleep(0.005)
+    assert machines.wait() == [130, 130], [machines.said(n) for n in range(2)]
+    assert "ChildFailedError" not in home.log("trainer").read_text()
+    machines.assert_nothing_is_left([0, 1])
+
+
 def test_machines_that_differ_do_not_start(make: Make) -> None:
     machines = make(2)
     other = machines.place / "other"

@@ -317,6 +317,7 @@ def test_an_interrupt_goes_to_the_ranks_and_not_to_torchrun(
     trainer: RankedTrainer,
     folder: RunFolder,
     rank: Callable[[int, str], "subprocess.Popen[bytes]"],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = [rank(local, PRINTS + "time.sleep(60)") for local in (0, 1)]
     trainer.send(signal.SIGINT)
@@ -326,6 +327,8 @@ def test_an_interrupt_goes_to_the_ranks_and_not_to_torchrun(
     assert trainer.exit_code is None, (
         "torchrun still runs, and may have ranks that write a checkpoint"
     )
+    monkeypatch.setattr(processes, "_TORCHRUN_ENDS_WITHIN_S", 0.5)
+    assert exit_code(trainer) == 130, "it does not wait for another machine's torchrun for ever"
 
 
 def test_an_interrupt_before_any_rank_is_there_ends_torchrun_and_counts_as_one(

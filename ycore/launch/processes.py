@@ -33,6 +33,8 @@ _TAIL_BYTES = 64 * 1024
 _BEAT_S = 1.0
 _OTHER_RANKS_WITHIN_S = 3.0
 """How long the other ranks have to end by themselves after one has failed."""
+_TORCHRUN_ENDS_WITHIN_S = 10.0
+"""After its ranks. It would wait five minutes for that of a machine where it has ended without a word."""
 
 _COMPILES_WITHIN_S = 3600.0  # an extension of torch's, on any machine
 
@@ -202,29 +204,32 @@ class RankedTrainer:
     def __post_init__(self) -> None:
         # By process id; None for a rank that had ended at the first look.
         self._ranks: dict[int, psutil.Process | None] = {}
-        self._failed_at: float | None = None
+        self._over_at: float | None = None
         self._interrupted_early = False
 
     @property
     def exit_code(self) -> int | None:
-        """None while the ranks work; a failed rank's once the others have had time to end."""
+        """None while the ranks work; a failed rank's once the others, or torchrun, have had time to end."""
         reports = self._reports()
         code = self.launcher.exit_code
         failed = _first_failed(reports)
-        if code is not None:
-            if failed is not None:
-                return failed.exit_code
-            ends = [report.exit_code for report in reports]
-            if ends == [0] * self.num_ranks:  # torchrun may still wait for other machines
-                return 0
-            return Interrupted.exit_code if code and self._interrupted_early else code
+        ends = [report.exit_code for report in reports]
+        have_ended = len(ends) == self.num_ranks and None not in ends
         has_failed = failed is not None and failed.exit_code != Interrupted.exit_code
-        if not has_failed and self._lost(reports) is None and self._lost_allocator is None:
-            return None
-        self._failed_at = self._failed_at or time.monotonic()
-        if time.monotonic() - self._failed_at < _OTHER_RANKS_WITHIN_S:
-            return None
-        return 1 if failed is None else failed.exit_code
+        is_broken = has_failed or bool(self._lost(reports) or self._lost_allocator)
+        if code is None:
+            if not have_ended and not is_broken:
+                return None
+            self._over_at = self._over_at or time.monotonic()
+            within_s = _OTHER_RANKS_WITHIN_S if is_broken else _TORCHRUN_ENDS_WITHIN_S
+            if time.monotonic() - self._over_at < within_s:
+                return None
+            code = int(is_broken)
+        if failed is not None:
+            return failed.exit_code
+        if have_ended:
+            return 0
+        return Interrupted.exit_code if code and self._interrupted_early else code
 
     @property
     def name(self) -> str:

@@ -34,7 +34,8 @@ _BLAME_WITHIN_S = (
     2.0  # a trainer may notice an engine's end before the engine's process is gone
 )
 _CAUSE_WITHIN_S = 7.0  # what a network's end takes to be known
-_END_WITHIN_S = 60.0  # after Ctrl-C when there is nothing to save
+_END_WITHIN_S = 20.0  # after Ctrl-C when there is nothing to save
+_CLOSES_WITHIN_S = 10.0  # after another machine has ended, and with it the save
 _DEADLINE_MISSED = re.compile(r"\bwithin \d+ s\b|timed out", re.IGNORECASE)
 
 
@@ -207,6 +208,7 @@ class Supervisor:
         self.progress.say(f"stopping: {what_happens}; press Ctrl-C again to stop at once")
         self._trainer.send(signal.SIGINT)
         began = time.monotonic()
+        closes_by = began + _CLOSES_WITHIN_S
         signalled_ns = time.time_ns()
         while self._trainer.exit_code is None:
             self._show_progress()
@@ -215,8 +217,11 @@ class Supervisor:
                 self._trainer.send(signal.SIGINT)
                 signalled_ns = time.time_ns()
             self._check_others()
-            is_late = time.monotonic() - began > _END_WITHIN_S or self.machines.has_ended
-            if self._num_stops > 1 or (not self._will_save and is_late):
+            now = time.monotonic()
+            if not self.machines.has_ended:
+                closes_by = now + _CLOSES_WITHIN_S
+            is_late = now - began > _END_WITHIN_S or self.machines.has_ended
+            if self._num_stops > 1 or now > closes_by or (is_late and not self._will_save):
                 self.machines.tell("stop 2")
                 self._trainer.send(signal.SIGKILL)
                 raise Interrupted(f"stopped at once in step {self._step + 1}{self._hint}")

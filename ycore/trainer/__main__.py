@@ -4,6 +4,7 @@ It leaves checkpoints, the model, metrics and samples in the run folder.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,8 @@ def _train_as_rank(folder: RunFolder, rank: Rank) -> int:
     except BaseException as error:
         report(error)
         raise
+    # In its shutdown Python has no handler, and torchrun would take the end for a failure.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not reported:
         report_end(folder, rank, code)
     return 0 if code == Interrupted.exit_code else code

@@ -270,14 +270,8 @@ def export_model(folder: Path, target: Path, *, form: str, name: str) -> None:
 
         write_gguf(folder, target, name=name)
         return
-    num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    with working(f"copying to {target}", total=num_bytes, unit="MB") as work:
-        shutil.copytree(
-            folder,
-            target,
-            ignore=shutil.ignore_patterns(*_LEFT_OUT),
-            copy_function=lambda *paths: work.add(os.path.getsize(shutil.copy2(*paths))),
-        )
+    with working(f"copying to {target}"):
+        shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*_LEFT_OUT))
 
 
 # -- push --------------------------------------------------------------------------------------------------------------

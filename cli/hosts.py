@@ -33,9 +33,8 @@ _BEAT = b"."
 _STOP = b"!"
 _BEAT_S = 0.5
 _SILENT_S = 4.5  # before the other machines know that this one is silent, and wait for it
-_TRY_AGAIN_S = 2.0
-_KNOWN_S = 20.0  # from the loss of a host until others say that they wait for it, or have ended
 _NO_CONNECTION = 255  # ssh's own exit status
+_GOES_ON = b"going on from"  # how a run that is resumed names the step
 
 
 @dataclass(eq=False)
@@ -46,7 +45,13 @@ class Host:
     is_first: bool
     said: set[bytes]  # lines of any host
     waits: list[bytes]  # those in which a host says that it waits for a lost one
-    num_waits = 0  # of them when this host was reached the last time
+    without: str
+    num_waits = 0  # of `waits` when this host was reached the last time
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has not been reached since another host said that it waits for a lost one."""
+        return self.ssh.poll() == _NO_CONNECTION and self.num_waits < len(self.waits)
 
     def connect(self) -> None:
         """Let the host wait for its command."""
@@ -97,6 +102,8 @@ class Host:
             is_new = target is sys.stderr and line not in self.said
             if WAITS.encode() in line and line not in self.said:
                 self.waits.append(line)
+            if line.startswith(_GOES_ON):
+                line = self.without.encode() + line
             if line.startswith(_GREETING):
                 self.num_waits = len(self.waits)
             elif self.is_first or is_new:
@@ -106,10 +113,16 @@ class Host:
             self.said.add(line)
 
 
-def run_on_hosts(names: Sequence[str], words: Sequence[str]) -> int:
+def run_on_hosts(
+    names: Sequence[str], words: Sequence[str], *, min_hosts: int = 0, without: str = ""
+) -> int:
     """Run `ycore WORDS` on all hosts, the first of which shows its output; return the exit status.
 
     ConfigError where a host cannot be reached, or has not what this machine has; nothing was started then.
+
+    Args:
+        min_hosts: how many suffice to resume on, where others were lost and stayed away; 0 resumes on all or none.
+        without: said before the step from which a run goes on that has lost hosts.
     """
     if shutil.which("ssh") is None:
         raise ConfigError(
@@ -117,7 +130,7 @@ def run_on_hosts(names: Sequence[str], words: Sequence[str]) -> int:
         )
     said: set[bytes] = set()
     waits: list[bytes] = []
-    hosts = [Host(name, number == 0, said, waits) for number, name in enumerate(names)]
+    hosts = [Host(name, name == names[0], said, waits, without) for name in names]
     with StopRequests() as stops:
         try:
             for host in hosts:
@@ -127,10 +140,18 @@ def run_on_hosts(names: Sequence[str], words: Sequence[str]) -> int:
             places = [common | {"NODE_RANK": str(number)} for number in range(len(hosts))]
             for host, place in zip(hosts, places, strict=True):
                 host.start(words, place)
-            return _follow(hosts, stops, words, places)
+            status = _follow(hosts, stops, words, places)
         finally:
             for host in hosts:
                 host.ssh.kill()
+    gone = [host.name for host in hosts if host.is_lost]
+    rest = [name for name in names if name not in gone]
+    if not gone or stops.count or status != 1 or not 0 < min_hosts <= len(rest):
+        return status
+    if names[0] in gone:
+        os.environ.pop("MASTER_ADDR", None)
+    without = f"without {', '.join(gone)}, on {', '.join(rest)}: "
+    return run_on_hosts(rest, _resumed(words), min_hosts=min_hosts, without=without)
 
 
 def _meeting_place(hosts: Sequence[Host]) -> dict[str, str]:
@@ -166,25 +187,14 @@ def _follow(
     A host that is gone is tried again when another says that it waits for it (`--restarts`).
     """
     num_stops = 0
-    lost_at: dict[Host, float] = {}
     while None in (codes := [host.ssh.poll() for host in hosts]):
-        lost_s = {host: time.monotonic() - began for host, began in lost_at.items()}
         has_failed = any(code not in (None, 0, _NO_CONNECTION) for code in codes)
-        is_lost = any(
-            host.num_waits == len(host.waits) and seconds > _KNOWN_S
-            for host, seconds in lost_s.items()
-        )
-        wanted = max(stops.count, has_failed, is_lost)
-        for host, code, place in zip(hosts, codes, places, strict=True):
+        wanted = max(stops.count, has_failed)
+        for host, place in zip(hosts, places, strict=True):
             if wanted > 2:  # it may be frozen
                 host.ssh.kill()
             host.send(_BEAT + _STOP * (wanted - num_stops))
-            if code != _NO_CONNECTION:
-                lost_at.pop(host, None)
-                continue
-            lost_at.setdefault(host, time.monotonic())
-            is_awaited = host.num_waits < len(host.waits)
-            if is_awaited and lost_s.get(host, 0) > _TRY_AGAIN_S and not wanted:
+            if host.is_lost and not wanted:
                 host.connect()
                 host.start(_resumed(words), place)
         num_stops = wanted
@@ -205,16 +215,23 @@ def _follow(
 
 def _resumed(words: Sequence[str]) -> list[str]:
     """Return the command with which a host comes back: it goes on from the newest checkpoint, as the others do."""
+    kept = without_options(words, "--resume-from")
+    kept = [word for word in kept if word.replace("_", "-") != "--accept-changes"]
+    if kept[0] != "resume" and "--resume" not in kept:
+        kept.append("--resume")
+    return kept
+
+
+def without_options(words: Sequence[str], *names: str) -> list[str]:
+    """Return the words without these options and their values."""
     kept: list[str] = []
     rest = iter(words)
     for word in rest:
         name, _, value = word.replace("_", "-").partition("=")
-        if name == "--resume-from" and not value:
-            next(rest, None)
-        elif name not in ("--resume-from", "--accept-changes"):
+        if name not in names:
             kept.append(word)
-    if kept[0] != "resume" and "--resume" not in kept:
-        kept.append("--resume")
+        elif not value:
+            next(rest, None)
     return kept
 
 

@@ -216,6 +216,10 @@ OPTIONS: Mapping[str, Any] = {
         "Start it from here on these machines, by ssh; e.g. a,b; see docs/several-machines.md.",
         metavar="NAMES",
     ),
+    "min_hosts": whole_number(
+        "How many of --hosts the run may go on with, where others are lost for good [all of them].",
+        least=1,
+    ),
     "log_every": whole_number(
         "Steps between tables of completions in trackers [10]; see also TRL's --log-completions."
     ),
@@ -271,6 +275,7 @@ AcceptChanges = OPTIONS["accept_changes"]
 Steps = whole_number("Optimizer steps in all, for a run that is to be longer; e.g. 200.")
 Processes = OPTIONS["processes"]
 Hosts = OPTIONS["hosts"]
+MinHosts = OPTIONS["min_hosts"]
 
 Best = flag("The model that --keep-best kept, not the last one.", "--best")
 MaxTokens = whole_number("Longest answer, in tokens; e.g. 256.", least=1)
@@ -295,7 +300,7 @@ KEYS: Mapping[str, str] = {
 
 _WITHOUT_KEY = {
     "recipe", "set_", "dry_run", "show_rows", "resume", "resume_from", "accept_changes", "json",
-    "benchmark", "run", "hosts",
+    "benchmark", "run", "hosts", "min_hosts",
     "devices", "judge", "prompt_tokens", "completion_tokens", "top",
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ PANELS: Mapping[str, tuple[str, str]] = {
         "learning_rate method beta temperature num_iterations epsilon loss_type lora preset",
         "lr_scheduler_type warmup_steps weight_decay top_p top_k scale_rewards advantage keep loss divergence trust_region",
     ),
-    "Engine": ("engine processes", "accelerate quantize placement deterministic hosts"),
+    "Engine": ("engine processes", "accelerate quantize placement deterministic hosts min_hosts"),
     "Evaluation": ("eval_dataset eval_every keep_best", "eval_split held_out eval_reward stop_when"),
     "Run": (
         "output dry_run resume report_to seed set_ json",

@@ -36,7 +36,7 @@ _EXAMPLES = """
     batch_size epochs
 """
 _TRAINING = """
-    steps lora quantize merge processes accelerate hosts deterministic trust_remote_code seed set_ recipe output
+    steps lora quantize merge processes accelerate hosts min_hosts deterministic trust_remote_code seed set_ recipe output
     dry_run show_rows resume resume_from accept_changes json
 """
 
@@ -64,7 +64,7 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
 
 def train_as_typed(context: typer.Context, algorithm: str, options: Mapping[str, Any]) -> None:
     """Train with the options of a command."""
-    _go_to(options.get("hosts"))
+    _go_to(options.get("hosts"), options.get("min_hosts"))
     resume = options["resume"] or options["resume_from"] is not None
     train(
         o.resolve_config(context, algorithm=algorithm, resume=resume),
@@ -77,17 +77,19 @@ def train_as_typed(context: typer.Context, algorithm: str, options: Mapping[str,
     )
 
 
-def _go_to(hosts: str | None) -> None:
+def _go_to(hosts: str | None, min_hosts: int | None) -> None:
     """Run the command on these hosts, where there are any, and not here."""
+    names = hosts.split(",") if hosts else []
+    if min_hosts is not None and min_hosts > len(names):
+        raise ConfigError(
+            f"--min-hosts is at most the number of --hosts, {len(names)} here; it is {min_hosts}; say less, or leave it out"
+        )
     if hosts is None:
         return
-    from ycore_cli.hosts import run_on_hosts
+    from ycore_cli.hosts import run_on_hosts, without_options
 
-    words = [word for word in sys.argv[1:] if not word.startswith("--hosts=")]
-    if "--hosts" in words:
-        place = words.index("--hosts")
-        del words[place : place + 2]
-    sys.exit(run_on_hosts(hosts.split(","), words))
+    words = without_options(sys.argv[1:], "--hosts", "--min-hosts")
+    sys.exit(run_on_hosts(names, words, min_hosts=min_hosts or 0))
 
 
 def resume(
@@ -101,6 +103,7 @@ def resume(
     steps: o.Steps = None,
     processes: o.Processes = None,
     hosts: o.Hosts = None,
+    min_hosts: o.MinHosts = None,
     set_: o.Set = None,
     dry_run: o.DryRun = False,
     json: o.Json = False,
@@ -116,7 +119,7 @@ def resume(
     ycore resume runs/first --processes 1
     ycore resume runs/first --resume-from 40 --learning-rate 1e-6 --accept-changes
     """
-    _go_to(hosts)
+    _go_to(hosts, min_hosts)
     from ycore.api.run_settings import complete_config
     from ycore.api.running import can_go_on
     from ycore.config.resolve import resolve_any

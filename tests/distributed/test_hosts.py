@@ -302,6 +302,47 @@ def test_a_host_that_is_lost_is_started_again(
     terminal.assert_nothing_is_left(terminal.hosts, time.monotonic())
 
 
+def cut_power(host: Host) -> None:
+    """Nothing comes back, its sshd neither."""
+    host.cut()
+    for pid in host.pids():
+        os.kill(pid, signal.SIGKILL)
+
+
+SOON = "import ycore.launch.machines as machines\nmachines._MEET_WITHIN_S = 15.0\n"
+
+
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.verify)])
+def test_a_run_goes_on_without_a_host_that_stays_away(terminal: Terminal, lost: int) -> None:
+    """With real trainers: as a person's own resume of the same folder on the other host, to the bit."""
+    more = "--steps 10 --no-dynamic-sampling --set checkpoint_every=3"
+    terminal.open_doors(ranks=None, site=SITE + SOON)
+    terminal.start(f"{more} --restarts 1 --min-hosts 1")
+    terminal.wait_for_steps(5)
+    cut_power(terminal.hosts[lost])
+    terminal.wait_until_said("waits for all others (1 of 1)")
+    by_hand = terminal.place / "by-hand"
+    shutil.copytree(terminal.place, by_hand, ignore=shutil.ignore_patterns("*.log", "bin"))
+    assert terminal.commands[-1].wait(HANG_S) == 0, terminal.said()
+    line = f"without node{lost}, on node{1 - lost}: going on from step 3\n"
+    assert terminal.said().count(line) == 1
+    terminal.assert_nothing_is_left([terminal.hosts[1 - lost]], time.monotonic())
+    command = command_line(f"{WORDS} {more} --resume", scripted_engine={})
+    with (by_hand / "log").open("wb") as log:
+        options = {
+            "cwd": by_hand,
+            "env": {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        }
+        subprocess.run(command, stdout=log, stderr=log, check=True, timeout=HANG_S, **options)
+    outcomes = []
+    for folder in (terminal.folder, RunFolder(by_hand / "run")):
+        rows = read_metrics(folder.metrics)
+        assert [row["step"] for row in rows] == list(range(1, 11))
+        figures = [[row[name] for name in ("reward", "loss", "grad_norm")] for row in rows]
+        outcomes.append((figures, (folder.model / "adapter_model.safetensors").read_bytes()))
+    assert outcomes[0] == outcomes[1]
+
+
 FAULTS: dict[Callable[[Terminal], None], tuple[int, str, str]] = {
     interrupt: (130, "interrupted: stopped after step", "interrupted"),
     interrupt_twice: (130, "interrupted: stopped", "interrupted"),

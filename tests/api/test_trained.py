@@ -21,6 +21,7 @@ from ycore.api.trained import ChatSettings
 from ycore.engine.commands import engine_environment
 from ycore.engine.vllm_plugin import SIGHTED
 from ycore.errors import ConfigError, ModelError, RunError, RunFolderError
+from ycore.launch.layout import Machine
 from ycore.run.reports import is_alive
 
 CONFIG = {
@@ -355,6 +356,26 @@ def test_a_server_listens_where_it_is_told_and_cannot_be_changed(run: Path) -> N
         and "PolicyWorker" not in line
         and spec.max_model_len == 512
     )
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_sequences", "length"), [((), 8, 4096), (("0",), 256, 32768)]
+)
+def test_a_server_on_a_gpu_writes_many_answers_and_long_ones(
+    devices: tuple[str, ...], num_sequences: int, length: int, run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It wrote eight at once of at most 4096 tokens, as on a CPU."""
+    machine = Machine(cores=(0, 1), devices=devices)
+    monkeypatch.setattr(trained, "this_machine", lambda: machine)
+    config = run / "model" / "config.json"
+    settings = json.loads(config.read_text()) | {"max_position_embeddings": 131072}
+    config.write_text(json.dumps(settings))
+    words, spec = trained.serve_command(
+        run / "model", name="sums", host="127.0.0.1", port=9000, template_arguments={}
+    )
+    assert (spec.max_num_seqs, spec.max_model_len) == (num_sequences, length)
+    assert f"--max-model-len {length}" in " ".join(words)
 
 
 @pytest.mark.parametrize("host", ["no such host", "192.0.2.1", "127.0.0.1"])

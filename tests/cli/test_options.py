@@ -62,7 +62,10 @@ def test_one_line_says_the_rule_the_value_and_the_way_out(
         ("recipes --jsn", "no option --jsn; "),
         ("recipes extra", "extra"),
         ("--verison", "no option --verison; "),
-        ("pipeline nope", "no recipe 'nope'; there are iterative-dpo, rlhf-pipeline"),
+        (
+            "pipeline nope",
+            "no recipe 'nope'; there are gsm8k-small, iterative-dpo, rlhf-pipeline",
+        ),
         ("grpo --recipe nope.yaml", "no such recipe file: nope.yaml; `ycore recipes` lists"),
         (
             "grpo --model {place}/model --dataset d --reward judge:nope.yaml",

@@ -34,8 +34,8 @@ from ycore.run.interrupt import StopRequests
 from ycore.run.text import Say, printable, topic
 from ycore.run.work import quiet, working
 
-_SERVED_SEQUENCES = 8  # that a served model decodes at once on a CPU
-_SERVED_LENGTH = 4096
+_SERVED_ON_GPU = 256, 32_768  # completions at once, and tokens of one with its prompt
+_SERVED_ON_CPU = 8, 4096
 _LEFT_OUT = ("training_args.bin",)  # pickled, and about this machine
 
 
@@ -196,13 +196,14 @@ def serve_command(
     """Return the command line of vLLM's own server with OpenAI's interface, and the spec of its environment."""
     settings = read_settings(folder / "config.json")
     machine = this_machine()
-    length = min(_SERVED_LENGTH, model_length(None, settings, option="--max-model-len"))
+    num_sequences, most = _SERVED_ON_GPU if machine.devices else _SERVED_ON_CPU
+    length = min(most, model_length(None, settings, option="max_model_len", new_tokens=most))
     spec = EngineSpec(
         name="serve", model=folder, socket=Path("unused"), temporary=Path("unused"),
         run_id="unused", dtype="bfloat16" if machine.has_bfloat16 else "float32", max_model_len=length,
-        max_num_seqs=_SERVED_SEQUENCES, seed=0,
+        max_num_seqs=num_sequences, seed=0,
         cores=() if machine.devices else machine.cores, devices=machine.devices[:1],
-        memory_gib=kv_cache_gib(settings, length * _SERVED_SEQUENCES), gpu_memory_utilization=0.9, role=JUDGE,
+        memory_gib=kv_cache_gib(settings, length * num_sequences), gpu_memory_utilization=0.9, role=JUDGE,
         sees="vision_config" in settings,
     )  # fmt: skip
     words = engine_command(spec)

@@ -82,7 +82,7 @@ LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run 
             "--env gym:chain_sm",
             "reasoning-gym has no task 'chain_sm'; did you mean 'chain_sum'",
         ),
-        ("--env acts.py:Endless", "has no reset(self, **row)"),
+        ("--env acts.py:Endless", "must be a class with reset(self, **row)"),
         (
             "--env acts.py:Game",
             "has no get_reward, and gives no reward; name one with --reward",

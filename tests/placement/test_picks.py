@@ -53,13 +53,11 @@ def test_a_request_goes_to_the_slot_with_the_fewest_in_flight(
                 swapping.add(action.slot)
                 continue
             role = ROLES[ranks[action.request] % 2]
-            own = ranks[action.request] % 5
             number_of = Counter((slot, ROLES[ranks[at] % 2]) for at, slot in slots.items())
             loads = {
                 slot: (
                     number_of[slot, role],
                     sum(number_of[slot, one] for one in ROLES),
-                    slot != own,
                     slot,
                 )
                 for slot in range(5)

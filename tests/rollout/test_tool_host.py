@@ -190,8 +190,8 @@ def test_a_reward_that_is_text_is_refused() -> None:
         (["tools.py:subtract"], None, "has no 'subtract' to call; it has add, later"),
         (["none.py:add"], None, "no file none.py"),
         (["add"], None, "needs both sides of its colon"),
-        ([], "tools.py:NoReset", "has no reset"),
-        ([], "tools.py:add", "has no reset"),
+        ([], "tools.py:NoReset", "must be a class with reset"),
+        ([], "tools.py:add", "must be a class with reset"),
         ([], "tools.py:Breaks", "raised ValueError: no server"),
     ],
 )

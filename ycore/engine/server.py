@@ -161,20 +161,14 @@ class Server:
         finally:
             self.in_flight -= 1
             answer.cancel()
-        if is_lost:
-            within = (
-                f"{self._timeout_s + self._restart_timeout_s:.0f} s; see logs/{self.name}.log"
-            )
-            raise EngineError(
-                f"{self.name}: lost, and no answer to {path} from another process within {within}"
-            )
-        why = (
-            f", sent {len(failures) + 1} times; first failure: {failures[0]}"
-            if failures
-            else ""
-        )
         within = f"{self._timeout_s:.0f} s (engine.request_timeout_s)"
-        raise EngineError(f"{self.name}: no answer to {path} within {within}{why}")
+        if is_lost:
+            within += f", and from another process within {self._restart_timeout_s:.0f} s more"
+        if failures:
+            within += f", sent {len(failures) + 1} times; first failure: {failures[0]}"
+        raise EngineError(
+            f"{self.name}: no answer to {path} within {within}; see logs/{self.name}.log"
+        )
 
     async def request_once(
         self,

@@ -1,15 +1,14 @@
 """Clients of vLLM servers over token ids: the policy as an `Engine`, a reward model, and a teacher."""
 
 import asyncio
-import fcntl
 import math
-import os
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from filelock import AsyncFileLock
 
 from ycore.engine import Engine, SamplingParams, WeightSource
 from ycore.engine.judge_engine import prompt_logprobs, prompt_request
@@ -31,7 +30,6 @@ from ycore.types import Completion, Prompt
 _WEIGHT_INFO = "/weight_info"
 _LOAD = "/v1/load_lora_adapter"
 _UNLOAD = "/v1/unload_lora_adapter"
-_LOCK_LOOK_S = 0.02
 _RESET_TRIES = 50
 _RESET_WAIT_S = 0.1
 _CHUNK_BYTES = 2**20
@@ -206,7 +204,7 @@ class VllmEngine(Server, Engine):
         if self._weights is None or not self._can_take_weights:
             return True
         folder, version = self._weights
-        async with locked(self.socket.resolve().with_suffix(".loading")):
+        async with AsyncFileLock(self.socket.resolve().with_suffix(".loading")):
             if not self._sends_unasked:
                 loaded = (await self.request_once("GET", _WEIGHT_INFO))["weight_version"]
                 if loaded == str(version):
@@ -312,22 +310,6 @@ async def _chunks(file: Path) -> AsyncIterator[bytes]:
     with file.open("rb") as opened:
         while chunk := opened.read(_CHUNK_BYTES):
             yield chunk
-
-
-@asynccontextmanager
-async def locked(file: Path) -> AsyncIterator[None]:
-    """Hold a lock between processes; the kernel releases it when the holder dies."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(_LOCK_LOOK_S)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 async def _logprobs_of(

@@ -8,9 +8,7 @@ import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
-from heapq import heappop, heappush
-from itertools import count
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ycore.placement.placement import (
@@ -24,8 +22,7 @@ from ycore.placement.placement import (
 )
 
 
-@dataclass(frozen=True)
-class RoleWork:
+class RoleWork(NamedTuple):
     """A role's work in a round of one machine.
 
     Attributes:
@@ -37,11 +34,6 @@ class RoleWork:
     num_requests: float = 0.0
     request_s: float = 0.0
     slot_s: float = 0.0
-
-    @property
-    def slot_s_each(self) -> float:
-        """Slot seconds of one request."""
-        return self.slot_s / self.num_requests if self.num_requests else 0.0
 
 
 class Usage(NamedTuple):
@@ -124,9 +116,8 @@ class Queue:
     one that ends last decides when the round is over, and of equals the one that was asked first."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, list[tuple[float, int, int]]] = {}
-        """By rank, the rank whose turn it is first: (-length, order, request), sorted."""
-        self._order = count()
+        self._waiting: dict[int, list[tuple[float, int]]] = {}
+        """By rank, the rank whose turn it is first: (-length, request), sorted."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -136,16 +127,12 @@ class Queue:
 
     def put(self, request: int, rank: int, length: float = 0.0) -> None:
         """Add a request. `length`: the expected length of its answer."""
-        insort(self._waiting.setdefault(rank, []), (-length, next(self._order), request))
-
-    @property
-    def next_rank(self) -> int:
-        return next(iter(self._waiting))
+        insort(self._waiting.setdefault(rank, []), (-length, request))
 
     def take(self) -> int:
-        rank = self.next_rank
+        rank = next(iter(self._waiting))
         waiting = self._waiting.pop(rank)
-        *_, request = waiting.pop(0)
+        _, request = waiting.pop(0)
         if waiting:
             self._waiting[rank] = waiting  # behind the other ranks that wait
         return request
@@ -187,10 +174,9 @@ class Allocator:
         self._num_awake = Counter(self.division)
         self._awake = list(self._num_awake.elements())
         self._clocks = [SlotClock(roles, now) for _ in self._awake]
-        self._by_load: dict[str, list[tuple[int, int, int]]] = {role: [] for role in roles}
-        """By role, a heap of what `_load` returned; what it no longer returns is passed over."""
-        for slot, role in enumerate(self._awake):
-            self._serve(slot, roles if self.mode == "shared" else (role,))
+        if self.mode != "shared":
+            for clock, role in zip(self._clocks, self._awake, strict=True):
+                clock.serves = (role,)
         for running in self._running.values():
             self._num_asked[running.role] += 1
             self._count(running.slot, running.role, 1, now)
@@ -226,7 +212,7 @@ class Allocator:
         seconds = now - clock.swap_began
         clock.swap_s += seconds
         clock.swap_began = None
-        self._serve(slot, (self._awake[slot],))
+        clock.serves = (self._awake[slot],)
         self._measured_swap_s = moving_average(self._measured_swap_s, seconds)
 
     def end_round(self, now: float) -> Usage:
@@ -251,7 +237,7 @@ class Allocator:
         self._measured_swap_s = swap_s / num_machines
         for index, role in enumerate(self.pool.roles):
             measured = [value / num_machines for value in sums[3 * index : 3 * index + 3]]
-            before = astuple(self._work[role]) if role in self._work else measured
+            before = self._work.get(role, measured)
             self._work[role] = RoleWork(*map(moving_average, before, measured))
         work_s = {role: work.request_s for role, work in self._work.items()}
         num_slots = self.pool.num_slots
@@ -264,7 +250,7 @@ class Allocator:
     def state(self) -> dict[str, Any]:
         """Return what was learned so far, as plain JSON values, for a checkpoint between rounds."""
         return {
-            "work": {role: list(astuple(work)) for role, work in self._work.items()},
+            "work": {role: list(work) for role, work in self._work.items()},
             "division": self.division,
             "mode": self.mode,
             "swap_s": self._measured_swap_s,
@@ -326,7 +312,7 @@ class Allocator:
         """Return the actions to carry out now, in order. Call it after every event, or several of the same moment."""
         actions: list[Action] = []
         for role, waiting in self._waiting.items():
-            while waiting and (slot := self._pick(role, waiting.next_rank)) is not None:
+            while waiting and (slot := self._pick(role)) is not None:
                 request = waiting.take()
                 self._count(slot, role, 1, now)
                 self._running[request] = _RunningRequest(role, slot, now)
@@ -337,27 +323,15 @@ class Allocator:
             actions += self._move_idle_slots(now)
         return actions
 
-    def _pick(self, role: str, rank: int) -> int | None:
-        """Return the slot with the fewest in flight; of several the rank's own, to which it has connections."""
-        by_load = self._by_load[role]
-        while by_load and by_load[0] != self._load(role, by_load[0][-1]):
-            heappop(by_load)
-        if not by_load or by_load[0][0] >= self._depth(role):
-            return None
-        *load, slot = by_load[0]
-        own_slot = rank % self.pool.num_slots
-        return own_slot if self._load(role, own_slot) == (*load, own_slot) else slot
-
-    def _load(self, role: str, slot: int) -> tuple[int, int, int]:
-        """Return the requests in flight of the role (-1 where the slot does not serve it), those of all, and the slot."""
-        clock = self._clocks[slot]
-        number = clock.in_flight[role] if role in clock.serves else -1
-        return number, clock.num_in_flight, slot
-
-    def _serve(self, slot: int, roles: Sequence[str]) -> None:
-        self._clocks[slot].serves = roles
-        for role in roles:
-            heappush(self._by_load[role], self._load(role, slot))
+    def _pick(self, role: str) -> int | None:
+        """Return the slot with the fewest in flight; None where none has room."""
+        loads = [
+            (clock.in_flight[role], clock.num_in_flight, slot)
+            for slot, clock in enumerate(self._clocks)
+            if role in clock.serves
+        ]
+        number, _, slot = min(loads, default=(math.inf, 0, 0))
+        return slot if number < self._depth(role) else None
 
     def _depth(self, role: str) -> int:
         """Return how many requests a slot may hold of a role: its share, as slots that still wake will take theirs.
@@ -422,7 +396,9 @@ class Allocator:
     def _left_s(self, role: str) -> float:
         """Estimate the slot seconds of what a role has left in the round."""
         work = self._work.get(role)
-        return 0.0 if work is None else self._left(role) * work.slot_s_each
+        if work is None or not work.num_requests:
+            return 0.0
+        return self._left(role) * work.slot_s / work.num_requests
 
     def _swap(self, slot: int, target: str, now: float) -> Swap:
         role = self._awake[slot]
@@ -430,7 +406,7 @@ class Allocator:
         self._num_awake[role] -= 1
         self._num_awake[target] += 1
         self._clocks[slot].swap_began = now
-        self._serve(slot, ())
+        self._clocks[slot].serves = ()
         self._num_swaps += 1
         return Swap(slot, role, target)
 
@@ -440,7 +416,6 @@ class Allocator:
         clock.advance(now)
         clock.in_flight[role] += change
         clock.num_in_flight += change
-        self._serve(slot, clock.serves)
 
 
 def divide(num_slots: int, work: Mapping[str, float], now: Mapping[str, int]) -> dict[str, int]:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -189,6 +190,7 @@ def home_rank(slot: int, num_ranks: int) -> int:
     return slot % num_ranks
 
 
+_ANSWERED = {"begin_round", "end_round", "learn"}
 _RETRY_EVERY_S = 0.05
 _GONE = "the allocator of this machine's slots is gone (see logs/allocator.log)"
 
@@ -234,32 +236,9 @@ class RemoteAllocator:
             self._listening.cancel()
             self._writer.close()
 
-    def ask(self, request: int, role: str, length: float) -> None:
-        self._send("ask", request, role, length)
-
-    def ended(self, request: int) -> None:
-        self._send("ended", request)
-
-    def withdraw(self, request: int) -> None:
-        self._send("withdraw", request)
-
-    def swapped(self, slot: int) -> None:
-        self._send("swapped", slot)
-
-    async def begin_round(self, state: Mapping[str, Any] | None) -> tuple[list[str], bool]:
-        awake, gathers = await self._call("begin_round", state)
-        return awake, gathers
-
-    def engines_awake(self) -> None:
-        self._send("engines_awake")
-
-    async def end_round(self) -> tuple[list[float], list[float]]:
-        measurements, usage = await self._call("end_round")
-        return measurements, usage
-
-    async def learn(self, sums: list[float]) -> dict[str, Any]:
-        state: dict[str, Any] = await self._call("learn", sums)
-        return state
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Call a method of the `SharedAllocator`, and wait where it answers."""
+        return partial(self._call if method in _ANSWERED else self._send, method)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         number = next(self._numbers)

@@ -64,13 +64,6 @@ class _ChatHandler(BaseHTTPRequestHandler):
     server: ChatServer
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
-        """Answer with the list of models, for clients that ask for it first."""
-        if not self.path.rstrip("/").endswith("/models"):
-            return self._refuse(404, "no such path")
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "ycore"}
-        self._send(200, {"object": "list", "data": [model]})
-
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length") or ""
         if not length.isdecimal() or int(length) > MAX_BODY:
@@ -83,7 +76,7 @@ class _ChatHandler(BaseHTTPRequestHandler):
             line = "the key is not that of this completion; take OPENAI_API_KEY"
             return self._refuse(401, line)
         if not self.path.rstrip("/").endswith("/chat/completions"):
-            line = "only POST /v1/chat/completions and GET /v1/models are served"
+            line = "only POST /v1/chat/completions is served"
             return self._refuse(404, line)
         try:
             body = json.loads(data)

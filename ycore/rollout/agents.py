@@ -72,9 +72,7 @@ class AgentExit(NamedTuple):
             value = foreign_reward(float(self.paid or ""))
             if value is not None:
                 return Score(value)
-        text = (
-            "nothing" if self.paid is None else foreign_line(repr(self.paid), max_characters=60)
-        )
+        text = foreign_line(repr(self.paid), max_characters=60)
         return Score(
             None,
             problem=f"environment: the agent wrote {text} to YCORE_REWARD_FILE, and no number",

@@ -154,9 +154,20 @@ class Dialogue:
             text: the turn without special tokens.
             prefix: all tokens before it.
         """
-        if self._by_template:
-            return self._parse_by_template(token_ids, text, prefix=prefix)
         message: JsonObject = {"role": "assistant", "content": text}
+        if self._by_template:
+            from trl.chat_template_utils import parse_response
+
+            tools: Any = self._tools
+            try:
+                parsed = foreign_value(
+                    parse_response(
+                        self._tokenizer, list(token_ids), prefix=list(prefix), tools=tools
+                    )
+                )
+                return parsed, [_read_call(call) for call in parsed.get("tool_calls") or ()]
+            except Exception:  # noqa: BLE001 (whatever a model wrote: TRL lets an AttributeError of an empty turn pass)
+                return message, []
         if self.takes_text:
             return message, []
         calls, message["content"] = calls_in(text, self._tools)
@@ -168,22 +179,6 @@ class Dialogue:
         if tool_calls:
             message["tool_calls"] = tool_calls
         return message, calls
-
-    def _parse_by_template(
-        self, token_ids: Sequence[int], text: str, *, prefix: Sequence[int]
-    ) -> tuple[JsonObject, list[Call]]:
-        from trl.chat_template_utils import parse_response
-
-        tools: Any = self._tools
-        try:
-            message = foreign_value(
-                parse_response(
-                    self._tokenizer, list(token_ids), prefix=list(prefix), tools=tools
-                )
-            )
-            return message, [_read_call(call) for call in message.get("tool_calls") or ()]
-        except Exception:  # noqa: BLE001 (whatever a model wrote: TRL lets an AttributeError of an empty turn pass)
-            return {"role": "assistant", "content": text}, []
 
     def answer_messages(
         self, calls: Sequence[Call], answers: Sequence[Answer]

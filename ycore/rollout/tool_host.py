@@ -202,15 +202,12 @@ def _environment(env: str) -> Any:
             if is_game
             else load_named(env, kind="environment", error=ConfigError)
         )
-        if not callable(getattr(factory, "reset", None)):
-            raise ConfigError(
-                f"environment {env!r} has no reset(self, **row), which begins an episode; define it"
-            )
         if not (
             inspect.isclass(factory) and inspect.isfunction(getattr(factory, "reset", None))
         ):
             raise ConfigError(
-                f"environment {env!r} must be a class; it is a {type(factory).__name__}"
+                f"environment {env!r} must be a class with reset(self, **row), which begins an episode; it is a "
+                f"{type(factory).__name__}"
             )
         return factory()
     except UserError:

@@ -255,8 +255,7 @@ class Journal:
         if head["world"] != world:
             return None
         groups = [from_json(Group, group) for group in content["groups"]]
-        written_before = content.get("summaries", ())  # older rounds have the whole state
-        summaries = [from_json(GroupSummary, summary) for summary in written_before]
+        summaries = [from_json(GroupSummary, summary) for summary in content["summaries"]]
         return Committed(
             groups, content["state"], content["metrics"], summaries, is_replayed=True
         )
@@ -314,12 +313,9 @@ class ReplayedRounds:
                 )
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
-        """The round of this step; RunFolderError where there is none, ConfigError where it has another size."""
+        """The round of this step, which `check` has found; ConfigError where it has another size."""
         committed = self._journal.read(step)
-        if committed is None:
-            raise RunFolderError(
-                f"the journal of {self._run} has no round of step {step}; say --steps {step}"
-            )
+        assert committed is not None
         groups = committed.groups
         sizes = {len(group.completions) for group in groups}
         if len(groups) != num_groups or sizes != {self._group_size}:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ycore.errors import Interrupted, PeerError, YcoreError
+from ycore.errors import Interrupted, PeerError
 from ycore.run.tasks import ending
 from ycore.types import Group, from_bytes, to_bytes
 
@@ -367,11 +367,8 @@ class RankEventLoop:
         task = asyncio.ensure_future(work)
         watch = asyncio.ensure_future(self._watch(self.ends_at))
         async with ending([task, watch]):
-            try:
-                done, _ = await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-                return task.result() if task in done else watch.result()
-            except BaseExceptionGroup as group:  # a TaskGroup raises nothing else
-                raise _first_error(group) from group
+            done, _ = await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task in done else watch.result()
 
     async def _watch(self, stop: threading.Event) -> Any:
         while not stop.is_set():
@@ -380,12 +377,3 @@ class RankEventLoop:
             await asyncio.sleep(LOOK_S)
         self._peers.ask_to_stop()
         raise Interrupted("interrupted while generating; the last finished step is kept")
-
-
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error to show of several that came at once: ycore's own before others, else the first."""
-    leaves = [
-        _first_error(error) if isinstance(error, BaseExceptionGroup) else error
-        for error in group.exceptions
-    ]
-    return next((leaf for leaf in leaves if isinstance(leaf, YcoreError)), leaves[0])

@@ -88,11 +88,9 @@ class Curriculum:
         self._best = float("-inf")
 
     @classmethod
-    def of(cls, config: RunConfig, prompts: Sequence[Prompt]) -> Self | None:
-        """Build a run's curriculum; None where it has none."""
+    def of(cls, config: RunConfig, prompts: Sequence[Prompt]) -> Self:
+        """Build a run's curriculum."""
         settings = config.sampling
-        if not settings.curriculum:
-            return None
         guesses = None
         if isinstance(settings.curriculum, str):
             guesses = guesses_from(prompts, settings.curriculum, config.group_size)
@@ -349,8 +347,7 @@ class AcceptanceRate:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.kept = state["kept"]
-        self.finished = state["finished"]
+        vars(self).update(state)
 
     def observe(self, *, taught: bool) -> None:
         self.kept = self.kept * MEMORY + float(taught)
@@ -570,7 +567,7 @@ class DrawSource:
     def of_run(cls, config: RunConfig, prompts: Sequence[Prompt], **settings: Any) -> Self:
         if config.algorithm == "eval":
             return cls(prompts, seed=None, **settings)
-        curriculum = Curriculum.of(config, prompts)
+        curriculum = Curriculum.of(config, prompts) if config.sampling.curriculum else None
         return cls(prompts, seed=config.seed, curriculum=curriculum, **settings)
 
     def row_at(self, position: int) -> int:

@@ -45,10 +45,6 @@ ShareWeights = Callable[[int], Path]
 """Writes the policy's weights, as this version, to a folder that engines can read. All ranks call it together."""
 
 _ABORT_EVERY_S = 0.02  # a request may have been on its way when the others were ended
-_OTHER_SIZE = (
-    "the journal's round of step {step} comes to {old} groups a rank, and a round has {new} here: it and the later "
-    "ones are dropped, and their prompts are drawn again"
-)
 
 
 class Controller:
@@ -508,8 +504,10 @@ class Controller:
             return None
         committed = self._journal.read(step)
         if committed is not None and len(committed.groups) != num_groups:
-            old = len(committed.groups)
-            print(_OTHER_SIZE.format(step=step, old=old, new=num_groups), flush=True)
+            print(
+                f"the journal's round of step {step} has another size: it is drawn again",
+                flush=True,
+            )
             committed = None
         num_ranks = self.peers.add_up([float(committed is not None)])
         if committed is not None and num_ranks == [float(self.peers.world)]:

@@ -96,7 +96,7 @@ METRICS: dict[str, dict[str, tuple[str, str]]] = {
         "ycore/sync_mb": ("MB", "weights that a sync wrote"),
         "ycore/sync_proved": ("share", "tensors and bytes sent to an engine whose sums were read back from it, and were right"),
         "ycore/idle_share, ycore/bound_ratio": ("share, ratio", "of the engines' time in which they did nothing; the round over the time it would take without that"),
-        "ycore/swaps, ycore/swap_s": ("a step, s", "changes of role of the slots ([placement.md](placement.md)), and their seconds"),
+        "ycore/swaps, ycore/swap_s, ycore/engine_devices": ("a step, s, devices", "changes of role of the slots ([placement.md](placement.md)), and their seconds; the GPUs, or cores, that engines had alone"),
         "ycore/engine_restarts": ("engines", "engines that were started again since the step before"),
         "ycore/balance/before, ycore/balance/after, ycore/bytes_moved": ("ratio, bytes", "the most loaded rank over the mean, before and after groups are dealt out, and what ranks sent each other for that"),
     },

@@ -36,8 +36,9 @@ def engine_words(engine: Any, options: Mapping[str, str]) -> list[str]:
 def main() -> None:
     """`OPTIONS` is a JSON object of the scripted engine's own options.
 
-    `trainer` in it is a module in the trainer's place; `begun` is a file that is made when the command's own first
-    instruction is done. Until then Python is starting, and a signal ends it as it ends any program.
+    `cores` in it is how many cores the machine seems to have: its own, each several times. `trainer` in it is a module
+    in the trainer's place; `begun` is a file that is made when the command's own first instruction is done. Until then
+    Python is starting, and a signal ends it as it ends any program.
     """
     options = json.loads(sys.argv[1])
     end_while_importing()
@@ -51,6 +52,12 @@ def main() -> None:
 def put_in_place(options: dict[str, str]) -> None:
     """Exchange the engine's command of this process, and the trainer where the options name one."""
     trainer = options.pop("trainer", None)
+    if (num_cores := options.pop("cores", None)) is not None:
+        from ycore.plan import devices
+
+        cores = devices.usable_cores()
+        seeming = tuple(cores[number % len(cores)] for number in range(int(num_cores)))
+        devices.usable_cores = lambda: seeming
     from ycore.engine import commands as rollout
 
     # Whoever imports the function after this line gets ours.

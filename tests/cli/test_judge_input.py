@@ -87,7 +87,7 @@ def test_the_plan_shows_every_judge(
         (
             "--processes 2 --placement split:2:1",
             "placement split:2:1 must divide this run's slots (2) among its roles (rollout, judge); "
-            "the nearest that works is --placement split:1:1",
+            "take --placement split:1:1",
         ),
         (
             "--processes 2 --set engine.count=1 --placement split:1:1",

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
+from ycore.config.schema import EngineSettings, RewardConfig, RunConfig, SamplingSettings
 from ycore.engine import weights
 from ycore.errors import ConfigError
-from ycore.launch import engines
+from ycore.launch import engines, machine_checks
 from ycore.launch.device_memory import facts_here
-from ycore.launch.layout import Machine, planned_site
-from ycore.launch.machine_checks import check_run
+from ycore.launch.layout import Machine, on_machine, planned_site
+from ycore.launch.machine_checks import check_run, find_move
 
 GIB = 2**30
 H100 = Machine(
@@ -86,6 +86,69 @@ def test_what_needs_engines_of_their_own(
         ConfigError, match=f"{message}, and transformers does not; leave it out"
     ):
         check(CORES, engine={"kind": "transformers", **engine}, sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"engine": {"rebalance": True}},
+        {"sampling": {"max_staleness": 0}},
+        {"deterministic": True},
+        {"accelerate": "zero2"},
+        {"engine": {"devices": 6, "rebalance": True, "hosts": ["b"]}},
+    ],
+    ids=["nothing to move", "in turns", "by the clock", "shards", "hosts"],
+)
+def test_devices_move_only_where_a_run_can_go_on_with_other_ranks(
+    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "machine_of", lambda host: H100)
+    settings = {
+        "engine": {"devices": 6, "rebalance": True},
+        "sampling": {"max_staleness": 2},
+    }
+    check(H100, **settings)
+    with pytest.raises(
+        ConfigError, match=r"engine\.rebalance needs engine\.devices.*leave it out"
+    ):
+        check(H100, **(settings | changed))
+
+
+def test_a_division_that_the_machine_cannot_run_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight prompts divide among 1, 2 and 4 ranks: with 3 or 5 engines a GPU would be idle."""
+    monkeypatch.setattr(machine_checks, "this_machine", lambda: H100)
+    row = {"ycore/engine_devices": 6.0, "ycore/time/step": 60.0, "ycore/time/train": 60.0}
+    row |= {"ycore/time/round": 20.0, "ycore/idle_share": 0.0}
+    monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
+    given = RunConfig(
+        model=SMALL,
+        dataset="task:addition",
+        output=str(tmp_path),
+        rewards=[RewardConfig(reward="exact_answer")],
+        engine=EngineSettings(devices=6),
+        sampling=SamplingSettings(max_staleness=2),
+    )
+    given = on_machine(given, H100)
+    said = list[str]()
+    moved = find_move(
+        given, planned_site(given, H100), lambda: [row] * 11, said.append, step=11, cost_s=1.0
+    )
+    assert moved is not None and (moved.engine.devices, moved.processes) == (4, 4)
+    assert len(said) == 1 and "engine.devices=4 would take" in said[0]
+    site = planned_site(given, H100)
+    assert (
+        find_move(given, site, lambda: [row] * 11, said.append, step=given.steps, cost_s=1.0)
+        is None
+    )
+    assert (
+        find_move(
+            given, site, lambda: [row] * 11, said.append, step=given.steps - 1, cost_s=31.0
+        )
+        is None
+    )
+    assert len(said) == 1
 
 
 def test_engines_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +252,7 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
             H100,
             {"judge": EIGHT, "placement": "split:5:4"},
             "placement split:5:4 must divide this run's slots (8) among its roles (rollout, judge); "
-            "the nearest that works is --placement split:4:4",
+            "take --placement split:7:1",
         ),
         (
             H100,

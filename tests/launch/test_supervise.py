@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.tiny_model import write_tiny_model
-from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
+from ycore.config.schema import EngineSettings, RewardConfig, RunConfig, SamplingSettings
 from ycore.engine import commands
 from ycore.engine.commands import EngineSpec
 from ycore.engine.server import is_healthy
@@ -27,7 +27,8 @@ from ycore.errors import EngineError, TrainerError
 from ycore.launch import launcher
 from ycore.launch.engine_watch import LiveEngine
 from ycore.launch.launcher import RunKind, run_worker
-from ycore.run.files import RunFolder
+from ycore.plan.devices import usable_cores
+from ycore.run.files import RunFolder, read_json
 from ycore.run.metrics import read_metrics
 from ycore.run.reports import RUN_MARKER, kill_tree
 
@@ -348,3 +349,69 @@ def test_a_trainer_that_does_not_get_on_is_named_with_its_stack(
         run(code, short)
     stacks = (RunFolder(Path(config.output)).logs / "stacks-step-2.txt").read_text()
     assert "waits_for_godot" in stacks and "; it was " in stacks.splitlines()[0]
+
+
+MEASURED = """
+import json, threading
+from ycore.run.interrupt import on_stop
+from ycore.run.metrics import read_metrics
+stop = threading.Event()
+on_stop(stop.set)
+config = json.loads((root / "run.json").read_text())["config"]
+devices = config["engine"]["devices"]
+train_s, round_s = 100 / (4 - devices), 900 / devices
+"""
+
+
+def test_a_run_moves_a_core_once_and_takes_every_step_once(
+    run: Callable[..., str], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seconds of its steps are made up; that it ends, starts again, and with what, is not."""
+    real = usable_cores()
+    cores = tuple(real[number % len(real)] for number in range(4))
+    monkeypatch.setattr("ycore.launch.layout.usable_cores", lambda: cores)
+    code = f"""{MEASURED}
+for number in range(len(read_metrics(root / "metrics.jsonl")) + 1, config["steps"] + 1):
+    (root / "step_began").touch()
+    metrics.write({{
+        "step": number, "reward": 0.5, "ycore/engine_devices": float(devices), "ycore/idle_share": 0.0,
+        "ycore/time/step": max(train_s, round_s), "ycore/time/train": train_s, "ycore/time/round": round_s,
+    }})
+    time.sleep(0.05)
+    if stop.is_set():
+        sys.exit(130)
+"""
+    changes = {"steps": 60, "sampling": SamplingSettings(max_staleness=2)}
+    config = with_engine(config, count="auto", devices=2, rebalance=True)
+    shown = run(code, config.model_copy(update=changes))
+    rows = read_metrics(Path(config.output) / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    devices = [int(row["ycore/engine_devices"]) for row in rows]
+    assert devices == sorted(devices) and set(devices) == {2, 3}
+    assert devices.count(2) >= 11
+    sentence = "training waited 89% of the last 10 steps; engine.devices=3 would take about 300.0 s a step"
+    assert shown.count(sentence) == 1
+    assert "finished after 60 steps" in shown
+    stored = read_json(RunFolder(Path(config.output)).config)["config"]
+    assert stored["engine"]["devices"] == 3 and stored["engine"]["rebalance"]
+
+
+def test_a_run_that_may_not_move_says_once_what_would_be_better(
+    run: Callable[..., str], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = usable_cores()
+    cores = tuple(real[number % len(real)] for number in range(4))
+    monkeypatch.setattr("ycore.launch.layout.usable_cores", lambda: cores)
+    code = f"""{MEASURED}
+for number in range(1, 31):
+    (root / "step_began").touch()
+    metrics.write({{
+        "step": number, "reward": 0.5, "ycore/engine_devices": float(devices), "ycore/idle_share": 0.0,
+        "ycore/time/step": max(train_s, round_s), "ycore/time/train": train_s, "ycore/time/round": round_s,
+    }})
+    time.sleep(0.05)
+"""
+    changes = {"steps": 30, "sampling": SamplingSettings(max_staleness=2)}
+    config = with_engine(config, count="auto", devices=2)
+    shown = run(code, config.model_copy(update=changes))
+    assert shown.count("engine.devices=3 would take") == 1 and "finished after 30" in shown

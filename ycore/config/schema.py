@@ -163,6 +163,8 @@ class EngineSettings(Strict):
     hosts: list[str] = []
     # GPUs, or cores of a CPU, that engines have to themselves: the last ones, and training has the others.
     devices: Literal["shared"] | Positive = "shared"
+    # Move devices between training and engines where one side waits and the steps to come pay for the move.
+    rebalance: bool = False
     # Devices, or cores of a CPU, that one engine of the policy spans; `auto`: the fewest that fit, on a CPU 1.
     tensor_parallel: Width = "auto"
     # Longest prompt plus completion, in tokens; None is 4096, or 2048 more than --max-tokens, within the model's context.

@@ -20,9 +20,9 @@ from ycore.launch.engine_watch import EngineWatch, start_engines
 from ycore.launch.engines import fetch_for_run, plan_engines
 from ycore.launch.guardian import guarded
 from ycore.launch.layout import WAITS, Site, on_machine, site_of
-from ycore.launch.machine_checks import check_run
+from ycore.launch.machine_checks import check_run, find_move
 from ycore.launch.machines import Machines, meeting
-from ycore.launch.supervise import RunKind, Supervisor, TrainerLimits
+from ycore.launch.supervise import Rebalanced, RunKind, Supervisor, TrainerLimits
 from ycore.run.claim import Claim, claim, run_facts
 from ycore.run.files import RunFolder, as_run_error, read_json, write_json_atomic
 from ycore.run.interrupt import StopRequests
@@ -88,6 +88,10 @@ def run_worker(
             if num_lost > restarts:
                 raise
             _say(f"{error}; this machine {WAITS} ({num_lost} of {restarts})")
+        except Rebalanced as moved:
+            (config,) = moved.args
+            site = site_of(config)
+            facts = run_facts(config, contents or {})
 
 
 def _open_progress(
@@ -163,6 +167,13 @@ class LocalRun:
             progress=self.progress,
             stops=stops,
             limits=limits_of(self.config),
+            find_move=partial(
+                find_move,
+                self.config,
+                self.site,
+                partial(read_metrics, self.site.folder.metrics),
+                self.progress.say,
+            ),
         ).watch()
 
     def start_engines(self) -> EngineWatch:

@@ -5,19 +5,29 @@ still run out of memory.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
-from ycore.config.schema import RunConfig
+from ycore.config.schema import BaseConfig, RunConfig
 from ycore.config.trl_arguments import BatchPlan, derive_batch
 from ycore.engine.commands import check_arguments
 from ycore.engine.kinds import INSTALL_VLLM, EngineKind, choose_kind
 from ycore.errors import ConfigError
 from ycore.launch import engines
 from ycore.launch.device_memory import FactsOf, facts_here, slot_width
-from ycore.launch.layout import Machine, Site, check_deepspeed, on_machine, planned_site
+from ycore.launch.layout import (
+    Machine,
+    Site,
+    check_deepspeed,
+    on_machine,
+    planned_site,
+    this_machine,
+)
 from ycore.models.model_facts import ModelFacts
 from ycore.models.names import sighted_family
-from ycore.placement.placement import REWARD_MODEL
+from ycore.placement.placement import REWARD_MODEL, better_divisions
 from ycore.plan.devices import GIB, Fleet
 from ycore.plan.memory import engine_weight_bytes
 from ycore.plan.sharing import DeviceSharing
@@ -50,6 +60,11 @@ def _check_options(config: RunConfig, site: Site, kind: EngineKind) -> None:
         batch = derive_batch(config, world_size=layout.world, on_cpu=not site.machine.devices)
         if config.sampling.max_staleness:
             _check_ahead(config, batch, kind)
+    if config.engine.rebalance and not _can_move(config, site):
+        raise ConfigError(
+            "engine.rebalance needs engine.devices, --max-staleness 1 or more, one machine, and --accelerate ddp without "
+            "--deterministic; leave it out, or give these"
+        )
     if not kind.has_servers:
         _check_needs_engines(config, kind)
     if config.deterministic and config.replay is None and layout.world > 1:
@@ -159,6 +174,50 @@ def _check_in_process(config: RunConfig, site: Site, kind: EngineKind) -> None:
     if site.layout.shards_weights:
         rule = f"{kind.name} generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2"
         raise ConfigError(f"{rule}; {_INSTALL}, or take --accelerate zero2")
+
+
+def find_move(
+    config: BaseConfig,
+    site: Site,
+    rows: Callable[[], list[dict[str, Any]]],
+    say: Callable[[str], object],
+    *,
+    step: int,
+    cost_s: float,
+) -> RunConfig | None:
+    """Say which of `better_divisions` the machine can run, where the steps to come pay for the move; return its config.
+
+    `processes` is then what `auto` gives; where that leaves a GPU idle, the division is passed over.
+    """
+    if not isinstance(config, RunConfig) or not _can_move(config, site) or step >= config.steps:
+        return None
+    # Engines and trainer hold memory now that they will have given back.
+    before = site.machine
+    machine = replace(this_machine(), free_bytes=before.free_bytes, shm_bytes=before.shm_bytes)
+    for number, sentence in better_divisions(
+        rows(),
+        int(config.engine.devices),
+        len(machine.parts[0]),
+        least_gain_s=cost_s / (config.steps - step),
+    ):
+        engine = config.engine.model_copy(update={"devices": number})
+        changed = config.model_copy(update={"engine": engine, "processes": "auto"})
+        other = on_machine(changed, machine)
+        with suppress(ConfigError):
+            planned = planned_site(other, machine)
+            check_run(other, planned)
+            if not machine.devices or planned.layout.local == len(planned.machine.devices):
+                say(sentence)
+                return other
+    return None
+
+
+def _can_move(config: RunConfig, site: Site) -> bool:
+    """Whether devices can move between training and engines, which changes the number of ranks."""
+    is_kept_whole = site.layout.sharding == "ddp" and not config.deterministic
+    is_one_machine = site.layout.num_machines == 1 and not config.engine.hosts
+    writes_ahead = site.apart is not None and config.sampling.max_staleness > 0
+    return is_kept_whole and is_one_machine and writes_ahead
 
 
 def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_here) -> None:

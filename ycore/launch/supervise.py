@@ -4,12 +4,13 @@ import re
 import shlex
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from ycore.config.schema import BaseConfig
+from ycore.config.schema import BaseConfig, RunConfig
 from ycore.errors import Interrupted, MachineLost, RunError, TrainerError, UserError
 from ycore.launch.engine_watch import EngineWatch
 from ycore.launch.guardian import RunWatch
@@ -63,6 +64,10 @@ class TrainerLimits:
     restarts: int = 0
 
 
+class Rebalanced(BaseException):
+    """The run has saved and ended, to go on with the argument for its config."""
+
+
 @dataclass(eq=False, kw_only=True)
 class Supervisor:
     """Starts a run's trainer, and watches it and the engines until the trainer ends for good.
@@ -80,6 +85,7 @@ class Supervisor:
     progress: RunProgress
     stops: StopRequests
     limits: TrainerLimits
+    find_move: Callable[..., RunConfig | None]
 
     def __post_init__(self) -> None:
         self.folder = self.site.folder
@@ -117,7 +123,9 @@ class Supervisor:
         self.folder.step_began.unlink(missing_ok=True)
         self.folder.work.unlink(missing_ok=True)
         self._step_began_ns = 0  # 0 before the first step of this trainer
-        self._progressed = time.monotonic()
+        self._progressed = self._began = time.monotonic()
+        self._start_s: float | None = None  # until this trainer's first step had ended
+        self._move: RunConfig | None = None  # with a better division of devices
         checkpoints = checkpoints_in(self.folder.checkpoints)
         self._step = step_of(checkpoints[-1]) if checkpoints else 0
         # The ranks meet where an earlier start's did, which must be gone everywhere.
@@ -159,7 +167,7 @@ class Supervisor:
             self.engines.look()
             self._check_limits()
             self._check_others()
-            if self._num_stops:
+            if self._num_stops or self._rebalances:
                 self._stop()
             time.sleep(_POLL_S)
         self._show_progress()
@@ -176,11 +184,17 @@ class Supervisor:
             self.progress.step(row)
             self._step = int(row.get("step", self._step))
             self._progressed = time.monotonic()
+            self._start_s = self._start_s or self._progressed - self._began
+            self._move = self._move or self.find_move(step=self._step, cost_s=self._start_s)
         mark = self.folder.step_began
         began_ns = mark.stat().st_mtime_ns if mark.exists() else 0
         if began_ns > self._step_began_ns:
             self._step_began_ns = began_ns
             self._progressed = time.monotonic()
+
+    @property
+    def _rebalances(self) -> bool:
+        return self._move is not None and self._move.engine.rebalance
 
     def _check_limits(self) -> None:
         """Raise TrainerError for a trainer that makes no progress."""
@@ -241,6 +255,8 @@ class Supervisor:
         code = self._trainer.exit_code
         if code == 0:
             return
+        if code == Interrupted.exit_code and self._rebalances and not self._num_stops:
+            raise Rebalanced(self._move)
         message = self._trainer.user_error()
         if code == UserError.exit_code and message is not None:
             raise UserError(message)

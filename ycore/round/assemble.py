@@ -59,7 +59,7 @@ class Assembly:
         config = self.config
         peers = peers or Peers()
         if slots is None and config.given_pairs:
-            slots = Slots(self._rank.num_slots)
+            slots = Slots(self.rank.num_slots)
         return controller_of(
             config,
             journal,
@@ -119,15 +119,15 @@ class Assembly:
 
     def _rules_of_rank(self, engines: Sequence[Engine]) -> Rules:
         listed = self.started.engines if self.config.given_pairs else engines
-        return self.rules(num_engines=self._rank.share_of(listed))
+        return self.rules(num_engines=self.rank.share_of(listed))
 
     @cached_property
-    def _rank(self) -> RankEngines:
+    def rank(self) -> RankEngines:
         return RankEngines(self.folder, self.config, self.started)
 
     @property
     def kind(self) -> EngineKind:
-        return self._rank.kind
+        return self.rank.kind
 
     @property
     def home(self) -> RunFolder:
@@ -213,16 +213,13 @@ class Assembly:
 
     def engines(self, model: Any = None, *, source: WeightSource | None = None) -> list[Engine]:
         """Return this rank's rollout engines; see `RankEngines.clients`."""
-        return self._rank.clients(
+        return self.rank.clients(
             self.sampling(),
             model=model,
             tokenizer=self.tokenizer,
             sight=self.sight,
             source=source,
         )
-
-    def slots(self, engines: Sequence[Engine]) -> Slots:
-        return self._rank.slots(engines)
 
 
 def assemble(root: Path) -> Assembly:

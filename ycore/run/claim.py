@@ -281,7 +281,7 @@ FREE = {
     "output", "checkpoint_every", "merge", "keep_journal", "restarts", "placement", "processes",
     "step_timeout_s", "collective_timeout_s",
     "engine.count", "engine.memory_gib", "engine.gpu_memory_utilization", "engine.sleep", "engine.offload",
-    "engine.restarts", "engine.hosts",
+    "engine.restarts", "engine.hosts", "engine.devices", "engine.rebalance",
     "engine.start_timeout_s", "engine.request_timeout_s", "engine.health_timeout_s", "engine.min_verified",
     "engine.environment", "reward_workers.workers", "reward_workers.deadline_s", "reward_workers.memory_gib",
     "sandbox.level", "turns.at_once", "turns.memory_gib",

@@ -67,7 +67,7 @@ class RolloutRun(TrainingRun):
             peers=peers,
             share_weights=self._share_weights if parts.kind.has_servers else None,
             journal=self._journal,
-            slots=parts.slots(engines),
+            slots=parts.rank.slots(engines),
         )
         controller.record = self.trainer.record
         if isinstance(controller.writer, AgentWriter):
@@ -125,6 +125,8 @@ class RolloutRun(TrainingRun):
         accelerator.wait_for_everyone()
         if version > 0:  # the first weights are sent before the first step begins
             self.trainer.record("ycore/sync_mb", num_bytes / 1e6)
+            if (devices := self._parts.config.engine.devices) != "shared":
+                self.trainer.record("ycore/engine_devices", devices)
         return folder
 
     def should_stop(self) -> bool:

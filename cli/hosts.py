@@ -33,8 +33,8 @@ _BEAT = b"."
 _STOP = b"!"
 _BEAT_S = 0.5
 _SILENT_S = 4.5  # before the other machines know that this one is silent, and wait for it
+_PAUSE_S = 2  # after a loss: the host's earlier command ends too
 _NO_CONNECTION = 255  # ssh's own exit status
-_GOES_ON = b"going on from"  # how a run that is resumed names the step
 
 
 @dataclass(eq=False)
@@ -53,11 +53,15 @@ class Host:
         """Whether it has not been reached since another host said that it waits for a lost one."""
         return self.ssh.poll() == _NO_CONNECTION and self.num_waits < len(self.waits)
 
-    def connect(self) -> None:
+    def connect(self, pause_s: int = 0) -> None:
         """Let the host wait for its command."""
         join = shlex.join([sys.executable, "-P", "-c", _JOIN])
         self.ssh = subprocess.Popen(
-            [*SSH.split(), self.name, f"cd {shlex.quote(os.getcwd())} && exec {join}"],
+            [
+                *SSH.split(),
+                self.name,
+                f"sleep {pause_s}; cd {shlex.quote(os.getcwd())} && exec {join}",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -102,7 +106,7 @@ class Host:
             is_new = target is sys.stderr and line not in self.said
             if WAITS.encode() in line and line not in self.said:
                 self.waits.append(line)
-            if line.startswith(_GOES_ON):
+            if line.startswith(b"going on from"):
                 line = self.without.encode() + line
             if line.startswith(_GREETING):
                 self.num_waits = len(self.waits)
@@ -195,7 +199,7 @@ def _follow(
                 host.ssh.kill()
             host.send(_BEAT + _STOP * (wanted - num_stops))
             if host.is_lost and not wanted:
-                host.connect()
+                host.connect(_PAUSE_S)
                 host.start(_resumed(words), place)
         num_stops = wanted
         time.sleep(_BEAT_S)

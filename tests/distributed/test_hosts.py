@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -306,7 +307,8 @@ def cut_power(host: Host) -> None:
     """Nothing comes back, its sshd neither."""
     host.cut()
     for pid in host.pids():
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 SOON = "import ycore.launch.machines as machines\nmachines._MEET_WITHIN_S = 15.0\n"

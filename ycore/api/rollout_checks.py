@@ -177,7 +177,9 @@ def _check_environments(config: RunConfig, model: ModelPlan) -> bool:
         Dialogue(tokenizer, environment, actions=config.turns.actions)
         for environment in described.values()
     ]
-    return any(dialogue.calls_in_text for dialogue in dialogues)
+    return config.turns.actions == "calls" or any(
+        dialogue.calls_in_text for dialogue in dialogues
+    )
 
 
 def _sandbox_lines(config: RunConfig) -> list[str]:

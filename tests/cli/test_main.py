@@ -34,7 +34,7 @@ VISIBLE = {
         "--preset", "--advantage", "--keep", "--loss", "--constraint", "--deterministic", "--divergence", "--engine",
         "--sandbox",
         "--dynamic-sampling", "--curriculum", "--max-staleness", "--oversample", "--placement", "--processes",
-        "--accelerate", "--hosts", "--restarts", "--merge", "--seed", "--set", "--recipe",
+        "--accelerate", "--hosts", "--min-hosts", "--restarts", "--merge", "--seed", "--set", "--recipe",
         "--output", "--eval-dataset", "--eval-split", "--eval-every", "--eval-reward", "--keep-best", "--stop-when",
         "--quantize", "--trust-region", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns",
         "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
@@ -42,7 +42,7 @@ VISIBLE = {
         "--epsilon", "--loss-type", "--scale-rewards", "--lr-scheduler-type", "--warmup-steps", "--weight-decay",
         "--report-to", "--log-every",
     ],
-    "resume": ["run", "--resume-from", "--accept-changes", "--steps", "--processes", "--hosts", "--set", "--dry-run",
+    "resume": ["run", "--resume-from", "--accept-changes", "--steps", "--processes", "--hosts", "--min-hosts", "--set", "--dry-run",
         "--json"],
     "eval": [
         "--model", "--dataset", "--reward", "--split", "--prompt-column", "--answer-column", "--system-prompt",

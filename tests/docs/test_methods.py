@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import math
 import re
 import shlex
@@ -224,6 +225,23 @@ def test_the_example_of_every_method_starts(
 ) -> None:
     monkeypatch.chdir(METHODS.parents[1])
     assert run([*example(path), "--dry-run", "--output", str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.parametrize("path", sorted(METHODS.glob("*.py")), ids=lambda path: path.stem)
+def test_the_recipe_of_every_method_is_its_example(
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(METHODS.parents[1])
+    command, *words = example(path)
+    configs = []
+    for line in (words, ["--recipe", str(path.with_suffix(".yaml"))]):
+        ends = ["--dry-run", "--json", "--output", str(tmp_path / "run")]
+        assert run([command, *line, *ends]) == 0
+        configs.append(json.loads(capsys.readouterr().out)["config"])
+    assert configs[0] == configs[1]
 
 
 SIDES = (

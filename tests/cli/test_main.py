@@ -42,8 +42,8 @@ VISIBLE = {
         "--epsilon", "--loss-type", "--scale-rewards", "--lr-scheduler-type", "--warmup-steps", "--weight-decay",
         "--report-to", "--log-every",
     ],
-    "resume": ["run", "--resume-from", "--accept-changes", "--steps", "--processes", "--hosts", "--min-hosts", "--set", "--dry-run",
-        "--json"],
+    "resume": ["run", "--resume-from", "--accept-changes", "--steps", "--processes", "--hosts", "--min-hosts", "--set",
+        "--dry-run", "--json"],
     "eval": [
         "--model", "--dataset", "--reward", "--split", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--num-samples", "--limit", "--max-tokens", "--engine", "--sandbox", "--seed", "--set",

@@ -1,5 +1,6 @@
 """Check a run with rollouts before it starts: prompts, rewards, tools, memory, time."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ycore.errors import ConfigError, RewardError
 from ycore.launch.layout import Site
 from ycore.launch.machine_checks import check_run
 from ycore.models.names import (
+    ChatTemplate,
     ModelPlan,
     require_chat_template,
     require_sight,
@@ -169,6 +171,8 @@ def _check_environments(config: RunConfig, model: ModelPlan) -> bool:
             )
     if model.folder is None or not (model.folder / "tokenizer_config.json").is_file():
         return config.turns.actions == "calls"
+    if config.turns.actions == "calls" and _keeps_earlier_turns(ChatTemplate.of(model.folder)):
+        return True
     from ycore.rollout.dialogue import Dialogue  # with TRL, which takes seconds
     from ycore.round.assemble import load_tokenizer
 
@@ -177,9 +181,18 @@ def _check_environments(config: RunConfig, model: ModelPlan) -> bool:
         Dialogue(tokenizer, environment, actions=config.turns.actions)
         for environment in described.values()
     ]
-    return config.turns.actions == "calls" or any(
-        dialogue.calls_in_text for dialogue in dialogues
-    )
+    return any(dialogue.calls_in_text for dialogue in dialogues)
+
+
+def _keeps_earlier_turns(template: ChatTemplate) -> bool:
+    """Whether an answer only adds to what was rendered up to the end token, so that `Dialogue` accepts the template."""
+    talk = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": ""}]
+    with suppress(ValueError):
+        before = template.render(talk, add_generation_prompt=False)
+        whole = template.render([*talk, talk[0]], add_generation_prompt=True)
+        end = before.rfind(template.eos_token) if template.eos_token else -1
+        return end >= 0 and whole.startswith(before[: end + len(template.eos_token)])
+    return False
 
 
 def _sandbox_lines(config: RunConfig) -> list[str]:

@@ -753,10 +753,6 @@ class EvalConfig(RunConfig):
 
     def check(self) -> None:
         super().check()
-        if self.trl.get("temperature") == 0 and self.num_samples > 1 and not self.pairs:
-            raise ConfigError(
-                f"at temperature 0 all {self.num_samples} completions of a prompt are the same; say --num-samples 1"
-            )
         if not self.pairs:
             return
         if self.has_turns:

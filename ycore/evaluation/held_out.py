@@ -178,12 +178,11 @@ def _is_vote_right(group: Group, is_right: Sequence[bool]) -> bool:
 
 def _first_reward_of_best(group: Group, chooser: int) -> float:
     """Return the first reward of the completion for which another reward is highest (best-of-n); 0 if it is masked."""
-    best = max(group.scores_GR, key=lambda scores: _or_lowest(scores[chooser].value))
+    best = max(
+        group.scores_GR,
+        key=lambda scores: (scores[chooser].value is not None, scores[chooser].value),
+    )
     return best[0].value or 0.0
-
-
-def _or_lowest(value: float | None) -> float:
-    return float("-inf") if value is None else value
 
 
 def evaluation_figures(table: Table, config: RunConfig) -> dict[str, float]:

@@ -25,6 +25,7 @@ class PromptResult(NamedTuple):
     right: float
 
 
+Figures = Mapping[str, Any]
 Results = Mapping[int, PromptResult]
 """By row of the dataset."""
 
@@ -64,7 +65,7 @@ def difference(first: Results, second: Results) -> dict[str, Any]:
 
 
 def table_lines(
-    summaries: Mapping[str, Mapping[str, Any]], differences: Mapping[str, Mapping[str, Any]]
+    summaries: Mapping[str, Figures], differences: Mapping[str, Figures]
 ) -> list[list[str]]:
     """Return a table: a column for each model, a row for each figure with an interval, and for each difference."""
     table = [["", *summaries]]
@@ -81,7 +82,7 @@ def table_lines(
     return table
 
 
-def _cell(values: Mapping[str, Any], name: str, sign: str = "") -> str:
+def _cell(values: Figures, name: str, sign: str = "") -> str:
     if name not in values:
         return ""
     mean, low, high = (

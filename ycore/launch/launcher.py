@@ -43,6 +43,10 @@ EVALUATOR = RunKind("evaluator", "ycore.evaluation.evaluator", result_file="eval
 PREFLIGHT = RunKind("preflight", "ycore.evaluation.preflight", result_file="preflight.json")
 
 
+Summary = dict[str, Any]
+"""Results by their names, as in summary.json and in a row of metrics.jsonl."""
+
+
 def run_worker(
     kind: RunKind,
     config: BaseConfig,
@@ -50,7 +54,7 @@ def run_worker(
     resume: bool = False,
     num_steps: int | None = None,
     contents: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+) -> Summary:
     """Run a trainer or its like, with the engines of its run, in the foreground.
 
     However that ends, nothing is left running, and summary.json says how it ended.
@@ -120,9 +124,7 @@ class LocalRun:
     progress: RunProgress
     began: float
 
-    def to_its_end(
-        self, machines: Machines, folder_claim: Claim, *, may_wait: bool
-    ) -> dict[str, Any]:
+    def to_its_end(self, machines: Machines, folder_claim: Claim, *, may_wait: bool) -> Summary:
         """Return the summary of a run that finishes; sum up every other end, and raise its error.
 
         `may_wait`: a lost machine is waited for, and no failure yet.
@@ -235,7 +237,7 @@ class LocalRun:
         if alerts and not was_stopped:
             self.alert()
 
-    def sum_up(self, status: Status, *, error: BaseException | None = None) -> dict[str, Any]:
+    def sum_up(self, status: Status, *, error: BaseException | None = None) -> Summary:
         """Write summary.json, draw the curve, and return the summary."""
         config = self.config
         folder = self.site.folder
@@ -289,12 +291,7 @@ def limits_of(config: BaseConfig) -> TrainerLimits:
     return limits
 
 
-Metrics = list[dict[str, Any]]
-
-
-def _training_results(
-    config: BaseConfig, folder: RunFolder, metrics: Metrics
-) -> dict[str, Any]:
+def _training_results(config: BaseConfig, folder: RunFolder, metrics: list[Summary]) -> Summary:
     """Return what the summary of a finished training has besides its steps."""
     results = dict(read_json(folder.held_out)) if folder.held_out.is_file() else {}
     if isinstance(config, RunConfig) and (sentence := advice(metrics, config)):
@@ -302,7 +299,7 @@ def _training_results(
     return results
 
 
-def _closing_line(summary: Mapping[str, Any], measure: str) -> str:
+def _closing_line(summary: Summary, measure: str) -> str:
     means = [summary[f"{measure}_first"], summary[f"{measure}_last"]]
     change = " -> ".join("?" if mean is None else f"{mean:.3f}" for mean in means)
     steps = "1 step" if summary["steps"] == 1 else f"{summary['steps']} steps"
@@ -312,7 +309,7 @@ def _closing_line(summary: Mapping[str, Any], measure: str) -> str:
     )
 
 
-def _draw(config: BaseConfig, folder: RunFolder, metrics: Metrics, say: Say) -> None:
+def _draw(config: BaseConfig, folder: RunFolder, metrics: list[Summary], say: Say) -> None:
     """Draw the curve; a picture that cannot be drawn costs a line, not the run's result."""
     try:
         data = Path(topic(vars(config))).name or folder.root.name

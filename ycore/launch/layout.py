@@ -140,6 +140,8 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
 
 
 Dtype = Literal["float32", "bfloat16"]
+Settings = dict[str, Any]
+"""Values by the names of the fields or variables that they are for."""
 
 _SHM = "/dev/shm"
 SSH = "ssh -T -oBatchMode=yes -oControlPath=none -oConnectTimeout=10 -oServerAliveInterval=2 -oServerAliveCountMax=2 --"
@@ -189,8 +191,8 @@ class Machine:
                 f"{len(parts) - 1} or fewer, or leave it out"
             )
         first = len(parts) - num_engine_devices
-        rest: dict[str, Any] = {kind: parts[:first]}
-        apart: dict[str, Any] = {kind: parts[first:]}
+        rest: Settings = {kind: parts[:first]}
+        apart: Settings = {kind: parts[first:]}
         return replace(self, **rest), replace(self, **apart)
 
 
@@ -281,7 +283,7 @@ def on_machine(config: _Config, machine: Machine | None = None) -> _Config:
 
     A file for accelerate has its own number of processes.
     """
-    changes: dict[str, Any] = {}
+    changes: Settings = {}
     machine, _ = split_for_engines(config, machine or this_machine())
     if config.dtype == "auto":
         changes["dtype"] = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
@@ -449,7 +451,7 @@ def layout_of(config: BaseConfig, machine: Machine) -> Layout:
 
 def accelerate_config(
     name: Sharding, *, processes: int, on_cpu: bool, dtype: Dtype
-) -> dict[str, Any]:
+) -> Settings:
     """Return the content of the file for `accelerate launch --config_file`; ConfigError for fsdp2 on a CPU."""
     if name == "fsdp2" and on_cpu:
         raise ConfigError(
@@ -464,10 +466,10 @@ def accelerate_config(
 
 
 @cache
-def _accelerate_files() -> dict[str, dict[str, Any]]:
+def _accelerate_files() -> dict[str, Settings]:
     """Read accelerate's settings by the name of the sharding, once: a plan asks for hundreds of layouts."""
     text = Path(__file__).with_name("accelerate.yaml").read_text("utf-8")
-    settings: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    settings: dict[str, Settings] = yaml.safe_load(text)
     return settings
 
 
@@ -486,7 +488,7 @@ WAITS = "waits for all others"
 """A machine prints these words when it has lost another; `--hosts` then starts that one again."""
 
 
-def place_here() -> dict[str, Any]:
+def place_here() -> Settings:
     """Return accelerate's keys for this machine among several, as the environment says them; {} where it is alone."""
     variables = os.environ
     if "LOCAL_RANK" in variables:  # a rank of torchrun's
@@ -579,7 +581,7 @@ def _layout_from_file(
     return Layout(world, machines, rank, {**settings, "mixed_precision": wanted})
 
 
-def _read_accelerate_file(path: Path) -> dict[str, Any]:
+def _read_accelerate_file(path: Path) -> Settings:
     """Read the file's mapping; the environment's place comes before the file's, so that one file serves all machines."""
     way_out = "`accelerate config` writes one"
     text = read_yaml_file(path, what="accelerate", way_out=way_out)
@@ -591,7 +593,7 @@ def _read_accelerate_file(path: Path) -> dict[str, Any]:
     return settings | place_here()
 
 
-def _check_machines_meet(settings: Mapping[str, Any], path: Path) -> None:
+def _check_machines_meet(settings: Settings, path: Path) -> None:
     if not (settings.get("main_process_ip") and settings.get("main_process_port")):
         raise ConfigError(
             f"{path}: several machines meet at main_process_ip and main_process_port; say both there"
@@ -605,7 +607,7 @@ def _check_machines_meet(settings: Mapping[str, Any], path: Path) -> None:
             )
 
 
-def _number(settings: Mapping[str, Any], key: str, path: Path, *, least: int) -> int:
+def _number(settings: Settings, key: str, path: Path, *, least: int) -> int:
     value = settings.get(key, least)
     if not isinstance(value, int) or value < least:
         raise ConfigError(f"{path}: {key} is a whole number, {least} or more; it is {value!r}")

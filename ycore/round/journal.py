@@ -81,11 +81,6 @@ def _dealt_out(states: Sequence[Any], world: int) -> list[Any]:
     return [groups[rank::world] for rank in range(world)]
 
 
-def _begin_empty(states: Sequence[Any], world: int) -> list[Any]:
-    """Give no rank any groups, so that all have as many."""
-    return [[] for _ in range(world)]
-
-
 def _position(item: State) -> int:
     draw = item["group"]["draw"] if "group" in item else item["draw"]
     return int(draw["position"])
@@ -103,7 +98,7 @@ PARTS: Mapping[str, CheckpointPart] = {
     "draws": CheckpointPart(attrgetter("draws"), _reshard_draws),
     "acceptance": CheckpointPart(attrgetter("acceptance"), _same),
     "leftover_groups": CheckpointPart(attrgetter("leftover_groups"), _dealt_out),
-    "reuse_buffer": CheckpointPart(attrgetter("reuse_buffer"), _begin_empty),
+    "reuse_buffer": CheckpointPart(attrgetter("reuse_buffer"), lambda _, world: [[]] * world),
     "placement": CheckpointPart(attrgetter("slots"), _same),
     "curriculum": CheckpointPart(attrgetter("draws.curriculum"), _same, of_rows=True),
     "lengths": CheckpointPart(attrgetter("lengths"), _same, of_rows=True),

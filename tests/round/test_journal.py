@@ -13,7 +13,7 @@ from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers
 from ycore.round.sampling import Curriculum, DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.run.resuming import read_round, round_file, write_round
+from ycore.run.resuming import read_round, round_file
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
@@ -155,19 +155,6 @@ def test_a_round_s_file_does_not_grow_with_the_rows_that_the_run_has_seen(
             again.next_round(step=step, num_groups=2)
         assert again.state() == learned
         assert again.next_round(step=40, num_groups=2)[0].draw.position == 80
-
-
-def test_an_older_round_with_the_whole_state_is_read(make: Make, tmp_path: Path) -> None:
-    first = make(tmp_path)
-    groups = first.next_round(step=0, num_groups=2)
-    path = round_file(tmp_path, 0, 0)
-    _, content = read_round(path)
-    del content["summaries"]
-    label = {"step": 0, "rank": 0, "world": 1, "seed": 0}
-    write_round(path, label, {**content, "state": first.state()})
-    again = make(tmp_path)
-    assert again.next_round(step=0, num_groups=2) == groups
-    assert again.state() == first.state()
 
 
 def test_a_round_from_the_journal_has_the_metrics_of_when_it_was_new_but_its_times(

@@ -314,7 +314,8 @@ def cut_power(host: Host) -> None:
 SOON = "import ycore.launch.machines as machines\nmachines._MEET_WITHIN_S = 15.0\n"
 
 
-@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.verify)])
+@pytest.mark.verify
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_run_goes_on_without_a_host_that_stays_away(terminal: Terminal, lost: int) -> None:
     """With real trainers: as a person's own resume of the same folder on the other host, to the bit."""
     more = "--steps 10 --no-dynamic-sampling --set checkpoint_every=3"

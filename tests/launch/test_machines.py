@@ -99,6 +99,14 @@ class Meeting:
             end.set()
 
 
+@pytest.fixture(autouse=True)
+def no_interface_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines that meet in this process name the interface for its later children."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def three(pool: ThreadPoolExecutor, port: int) -> Iterator[Meeting]:
     met = Meeting(pool, port, 3)

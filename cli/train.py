@@ -79,7 +79,7 @@ def train_as_typed(context: typer.Context, algorithm: str, options: Mapping[str,
 
 def _go_to(hosts: str | None, min_hosts: int | None) -> None:
     """Run the command on these hosts, where there are any, and not here."""
-    names = hosts.split(",") if hosts else []
+    names = [] if hosts is None else hosts.split(",")
     if (min_hosts or 0) > len(names):
         raise ConfigError(
             f"--min-hosts is at most the number of --hosts, {len(names)} here; it is {min_hosts}; say less, or leave it out"

@@ -12,6 +12,7 @@ import pytest
 from ycore.errors import RunError
 from ycore.evaluation.evaluator import _write_all
 from ycore.round.meters import RoundMeter
+from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -59,14 +60,14 @@ class ScriptedController:
 def test_no_prompt_waits_for_a_long_completion_of_another(tmp_path: Path) -> None:
     """They were written 64 at a time: engines idled until the longest of each 64 had ended."""
     controller: Any = ScriptedController(lambda position: Score(float(position)))
-    metrics = tmp_path / "metrics.jsonl"
-    groups = _write_all(controller, NUM_PROMPTS, metrics, tmp_path)
+    folder = RunFolder(tmp_path)
+    groups = _write_all(controller, NUM_PROMPTS, folder)
     in_order = list(range(NUM_PROMPTS))
     assert [group.draw.position for group in groups] == in_order
     lines = (tmp_path / "completions.jsonl").read_text().splitlines()
     assert [json.loads(line)["row"] for line in lines] == in_order
     assert controller.most_writing == MAX_IN_FLIGHT
-    rows = [(row["step"], row["reward"]) for row in read_metrics(metrics)]
+    rows = [(row["step"], row["reward"]) for row in read_metrics(folder.metrics)]
     assert rows == [(number, (number - 1) / 2) for number in (64, 128, NUM_PROMPTS)]
 
 
@@ -74,6 +75,6 @@ def test_a_reward_that_never_scores_ends_it_long_before_the_last_prompt(tmp_path
     controller: Any = ScriptedController(lambda position: Score(None, problem="no such file"))
     controller.last_began.set()
     with pytest.raises(RunError, match=r"all 64 failed .no such file.; correct the reward"):
-        _write_all(controller, NUM_PROMPTS, tmp_path / "metrics.jsonl", tmp_path)
+        _write_all(controller, NUM_PROMPTS, RunFolder(tmp_path))
     num_written = len((tmp_path / "completions.jsonl").read_text().splitlines())
     assert 64 <= num_written <= 64 + MAX_IN_FLIGHT

@@ -158,7 +158,7 @@ def test_agents_that_hang_fail_or_end_their_process(play: Callable[..., Any]) ->
     end = play("python agent.py fail", next_of)
     assert end.code == 3 and end.score.value is None and "wrote 'nan'" in end.score.problem
     assert play("true", next_of).score == Score(
-        None, problem="environment: the agent wrote None to YCORE_REWARD_FILE, and no number"
+        None, problem="environment: the agent wrote nothing to YCORE_REWARD_FILE, and no number"
     )
 
 

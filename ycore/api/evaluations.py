@@ -13,6 +13,9 @@ from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, DataError
 from ycore.run.files import tracker_group, write_json_atomic
 
+Results = dict[str, Any]
+"""Of an evaluation, a comparison or a preflight, by their names."""
+
 
 def evaluation_plan(
     config: RunConfig, *, benchmark: str | None, has_dataset: bool
@@ -28,7 +31,7 @@ def evaluation_plan(
         raise DataError(f"{reason}; fetch {file}, and add --dataset FILE") from None
 
 
-def run_evaluations(configs: Sequence[RunConfig]) -> dict[str, dict[str, Any]]:
+def run_evaluations(configs: Sequence[RunConfig]) -> dict[str, Results]:
     """Run the evaluations one after another; the summary of each by its model. Trackers get several as one group."""
     from ycore.launch.launcher import EVALUATOR, run_worker
 
@@ -57,8 +60,8 @@ def with_folders(configs: Sequence[RunConfig], root: str) -> list[RunConfig]:
 
 
 def compare_evaluations(
-    configs: Sequence[RunConfig], summaries: Mapping[str, Mapping[str, Any]]
-) -> tuple[dict[str, Any], list[list[str]]]:
+    configs: Sequence[RunConfig], summaries: Mapping[str, Results]
+) -> tuple[Results, list[list[str]]]:
     """Compare each finished evaluation with the first, as JSON values and as a table; both are written down too."""
     from ycore.evaluation import side_by_side
 
@@ -93,7 +96,7 @@ def preflight_config(config: RunConfig) -> RunConfig:
     )
 
 
-def run_preflight(config: RunConfig) -> dict[str, Any]:
+def run_preflight(config: RunConfig) -> Results:
     """Check and measure; the measurements, a few completions and the verdict, as JSON values."""
     from ycore.launch.launcher import PREFLIGHT, run_worker
 
@@ -101,7 +104,7 @@ def run_preflight(config: RunConfig) -> dict[str, Any]:
     return {**run_worker(PREFLIGHT, config), "output": config.output}
 
 
-def preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
+def preflight_lines(result: Results) -> Iterator[str]:
     """Yield what was measured, a few completions from the lowest reward to the highest, the verdict."""
     yield from aligned(figure_rows(result["preflight"]))
     yield ""

@@ -809,7 +809,7 @@ class ExperimentalConfig(TuneConfig):
     @property
     def writes(self) -> bool:
         """Whether the trainer learns from completions that it writes itself, by transformers."""
-        return self.algorithm in ("gold", "sdft", "sdpo")
+        return self.algorithm not in ("orpo", "cpo")
 
     @property
     def code_files(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ from ycore.engine.weight_proof import (
 )
 from ycore.errors import EngineError, SyncError
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
-from ycore.types import Completion, Prompt
+from ycore.types import Completion, JsonObject, Prompt, Record
 
 _WEIGHT_INFO = "/weight_info"
 _LOAD = "/v1/load_lora_adapter"
@@ -130,7 +130,7 @@ class VllmEngine(Server, Engine):
         self,
         prompt_ids: Sequence[int],
         prompt: Prompt,
-        sampling: Mapping[str, Any],
+        sampling: Record,
         version: int,
     ) -> Completion:
         """Sample a completion of a prompt with pictures, which go beside ids that have one token for each."""
@@ -332,7 +332,7 @@ class VllmRewardModel(Server):
     async def logit(self, token_ids: Sequence[int]) -> float:
         """Return the classifier's only logit, without an activation; NaN where it gives no number."""
         # Without `use_activation: false` vLLM returns the logit's sigmoid.
-        body: dict[str, Any] = {
+        body: JsonObject = {
             "model": REWARD_MODEL,
             "input": list(token_ids),
             "use_activation": False,

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ycore.round.step import Controller
 
 _PROMPTS_PER_ROW = 64  # of metrics.jsonl
-_POSITION_BIAS = "ycore/judge/position_bias"
 
 
 def _evaluate(root: Path) -> None:
@@ -43,13 +42,13 @@ def _evaluate(root: Path) -> None:
         engines = [] if config.given_pairs else parts.engines(own_model(parts))
     controller = parts.controller(engines)
     with started(controller, parts):
-        groups = _write_all(controller, len(parts.prompts.prompts), parts.folder.metrics, root)
+        groups = _write_all(controller, len(parts.prompts.prompts), parts.folder)
         counted = controller.run(controller.add_up_meters())
     result: dict[str, float]
     if config.given_pairs:
         result = {"num_pairs": len(groups)} | pair_figures(groups, config)
-        if _POSITION_BIAS in counted:
-            result["position_bias"] = counted[_POSITION_BIAS]
+        if (bias := counted.get("ycore/judge/position_bias")) is not None:
+            result["position_bias"] = bias
     else:
         result = {"num_prompts": len(groups), "num_samples": config.num_samples}
         result |= evaluation_figures(count_groups(groups, config), config)
@@ -94,15 +93,14 @@ def own_model(parts: "Assembly") -> Any | None:
     return model.to("cuda") if torch.cuda.is_available() else model
 
 
-def _write_all(
-    controller: "Controller", num_prompts: int, metrics: Path, root: Path
-) -> list[Group]:
+def _write_all(controller: "Controller", num_prompts: int, folder: RunFolder) -> list[Group]:
     """Return the groups of all prompts, written to completions.jsonl in the order of the prompts."""
-    completions = root / "completions.jsonl"
+    completions = folder.root / "completions.jsonl"
+    meter = controller.meter
     waiting: dict[int, Group] = {}
     done: list[Group] = []
     with (
-        closing(MetricsWriter(metrics)) as writer,
+        closing(MetricsWriter(folder.metrics)) as writer,
         completions.open("w", encoding="utf-8") as file,
     ):
 
@@ -113,19 +111,19 @@ def _write_all(
                 done.append(waiting.pop(len(done)))
                 _write_completions(done[-1], file)
                 if len(done) % _PROMPTS_PER_ROW == 0 or len(done) == num_prompts:
-                    controller.meter.end()
-                    controller.meter.metrics(
-                        controller.meter.take()
-                    )  # fails where no reward can score
+                    meter.check_scored(
+                        len(meter.rewards[""]), meter.num_masked, meter.problems.total()
+                    )
                     first_rewards = [
                         scores[0].value for item in done for scores in item.scores_GR
                     ]
                     writer.write({"step": len(done), "reward": mean_of_known(first_rewards)})
 
         draws = [controller.draws.draw() for _ in range(num_prompts)]
-        work = write_groups(controller, draws, step=0, tell=write)
-        controller.run_round(work, step=0, trains=False)
-    for path in (metrics, completions):
+        controller.run_round(
+            write_groups(controller, draws, step=0, tell=write), step=0, trains=False
+        )
+    for path in (folder.metrics, completions):
         sync(path)  # before anything says that the evaluation has finished
     return done
 

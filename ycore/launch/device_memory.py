@@ -45,8 +45,6 @@ FactsOf = Callable[[str], ModelFacts | None]
 
 _UNUSUAL_KEYS = {"quantization_config", "kv_lora_rank"}
 """Keys of a config.json whose weights have fewer bytes a value, or whose attention has other sizes."""
-_USUAL_LENGTH = 4096  # tokens of a prompt and its completion
-_PROMPT_ROOM = 2048  # tokens beside a completion that takes most of that, or more
 PROMPT_TOKENS = 512  # tokens of KV cache for a sequence's prompt; longer prompts wait for room
 MAX_SEQS = 256
 MAX_SEQS_ON_CPU = 32  # of a scorer or an evaluation, where more are hardly faster
@@ -67,8 +65,11 @@ def facts_here(location: str, *, name: str | None = None) -> ModelFacts | None:
 
 
 def usual_length(context: int | None, *, new_tokens: int) -> int:
-    """Return the longest prompt plus completion in tokens, where the user names none: no more than the model's context."""
-    usual = max(_USUAL_LENGTH, new_tokens + _PROMPT_ROOM)
+    """Return the longest prompt plus completion in tokens, where the user names none.
+
+    It is 4096, or the longest completion and 2048 for its prompt, and no more than the model's context.
+    """
+    usual = max(4096, new_tokens + 2048)
     return min(context or usual, usual)
 
 

@@ -219,7 +219,8 @@ class Supervisor:
         if self._will_save:
             what_happens = "the trainer finishes its step and saves a checkpoint"
         self.machines.tell("stop 1")
-        self.progress.say(f"stopping: {what_happens}; press Ctrl-C again to stop at once")
+        if self._num_stops:
+            self.progress.say(f"stopping: {what_happens}; press Ctrl-C again to stop at once")
         self._trainer.send(signal.SIGINT)
         began = time.monotonic()
         closes_by = began + _CLOSES_WITHIN_S

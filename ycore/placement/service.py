@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -190,7 +190,6 @@ def home_rank(slot: int, num_ranks: int) -> int:
     return slot % num_ranks
 
 
-_ANSWERED = {"begin_round", "end_round", "learn"}
 _RETRY_EVERY_S = 0.05
 _GONE = "the allocator of this machine's slots is gone (see logs/allocator.log)"
 
@@ -236,10 +235,6 @@ class RemoteAllocator:
             self._listening.cancel()
             self._writer.close()
 
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        """Call a method of the `SharedAllocator`, and wait where it answers."""
-        return partial(self._call if method in _ANSWERED else self._send, method)
-
     async def _call(self, method: str, *arguments: Any) -> Any:
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
@@ -250,6 +245,16 @@ class RemoteAllocator:
         if self._writer is None or self._writer.is_closing():
             raise RunError(_GONE)
         send(self._writer, [method, call, *arguments])
+
+    # The methods of the `SharedAllocator`: those that are sent, and those that wait for its answer.
+    ask = partialmethod(_send, "ask")
+    ended = partialmethod(_send, "ended")
+    withdraw = partialmethod(_send, "withdraw")
+    swapped = partialmethod(_send, "swapped")
+    engines_awake = partialmethod(_send, "engines_awake")
+    begin_round = partialmethod(_call, "begin_round")
+    end_round = partialmethod(_call, "end_round")
+    learn = partialmethod(_call, "learn")
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         with suppress(ConnectionError):

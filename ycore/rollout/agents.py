@@ -72,7 +72,7 @@ class AgentExit(NamedTuple):
             value = foreign_reward(float(self.paid or ""))
             if value is not None:
                 return Score(value)
-        text = foreign_line(repr(self.paid), max_characters=60)
+        text = foreign_line(repr(self.paid) if self.paid else "nothing", max_characters=60)
         return Score(
             None,
             problem=f"environment: the agent wrote {text} to YCORE_REWARD_FILE, and no number",

@@ -98,6 +98,7 @@ PARTS: Mapping[str, CheckpointPart] = {
     "draws": CheckpointPart(attrgetter("draws"), _reshard_draws),
     "acceptance": CheckpointPart(attrgetter("acceptance"), _same),
     "leftover_groups": CheckpointPart(attrgetter("leftover_groups"), _dealt_out),
+    # Nobody begins with any, so that all ranks have as many.
     "reuse_buffer": CheckpointPart(attrgetter("reuse_buffer"), lambda _, world: [[]] * world),
     "placement": CheckpointPart(attrgetter("slots"), _same),
     "curriculum": CheckpointPart(attrgetter("draws.curriculum"), _same, of_rows=True),

@@ -87,9 +87,7 @@ class RoundMeter:
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
         num_tokens, num_masked, num_failed, drawn, leftover, moved, restarts, stale = sums[:8]
-        num_scored = sums[9]
-        if self.requires_scores and not num_scored and 0 < num_masked <= num_failed:
-            raise RunError(self._nothing_scored(num_masked))
+        self.check_scored(sums[9], num_masked, num_failed)
         metrics = {
             "ycore/tokens_per_s": num_tokens / self.seconds,
             "ycore/masked": num_masked,
@@ -104,9 +102,12 @@ class RoundMeter:
                 metrics[f"ycore/reward/{name}".rstrip("/")] = total / number
         return metrics
 
-    def _nothing_scored(self, num_masked: float) -> str:
+    def check_scored(self, num_scored: float, num_masked: float, num_failed: float) -> None:
+        """Raise RunError where no reward could score any completion, though nothing else masks them."""
+        if not self.requires_scores or num_scored or not 0 < num_masked <= num_failed:
+            return
         problem, _ = next(iter(self.problems.most_common(1)), ("of another rank", 0))
-        return (
+        raise RunError(
             f"a step needs a completion that a reward can score, and all {num_masked:g} failed ({problem}); "
             "correct the reward or what it needs (logs/rewards.log has its output), then resume the run"
         )

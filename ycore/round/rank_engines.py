@@ -24,8 +24,8 @@ from ycore.scoring.scoring import ScorerEngines, scorer_servers
 
 S = TypeVar("S")
 _DEFAULT_CAPACITY = 64
-_SLOWEST_TOKENS_PER_S = 10  # of a completion that is still waited for
 """Requests of a role that a slot takes at once, where the engines' own limit is not known."""
+_SLOWEST_TOKENS_PER_S = 10  # of a completion that is still waited for
 
 
 @dataclass(frozen=True)

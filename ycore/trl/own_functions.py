@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ycore.errors import ConfigError
 from ycore.rewards.loading import inputs_of, reward_names
 from ycore.sandbox.channel import exception_line, load_named
-from ycore.types import Completion, Draw, Group, Prompt, Score
+from ycore.types import Completion, Draw, Group, JsonObject, Prompt, Score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class OwnFunction:
             )
         return weights_PG.flatten().to(groups[0].mask.device)
 
-    def loss(self, *, mask: Tensor, **offered: Any) -> tuple[Tensor, dict[str, Any]]:
+    def loss(self, *, mask: Tensor, **offered: Any) -> tuple[Tensor, JsonObject]:
         """The loss of a micro-batch, a number or by token (B, T), and its metrics, from what the function takes."""
         offered["mask"] = mask
         inputs = inputs_of(self._function)

@@ -195,7 +195,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
     # -- the round -------------------------------------------------------------------------------------------------
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+    def _generate_and_score_completions(self, inputs: list[JsonObject]) -> Batch:
         """TRL calls it to generate a round and score it as one batch. ycore makes the round; TRL builds the batch."""
         step = self.state.global_step
         num_groups = len(inputs) // self.num_generations
@@ -279,7 +279,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         finally:
             self.vllm_importance_sampling_correction = corrects
 
-    def _return_round(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    def _return_round(self, prompts: list[Any], trainer: Any) -> Batch:
         """TRL's `rollout_func`, which generates completions: ycore returns the round's."""
         masks = self._policy_masks()
         return {
@@ -480,7 +480,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         logps, entropies = packed_scores(model, rows, path=self.packed_by, size=size)
         return logps, entropies
 
-    def _pictures(self, passed: dict[str, Any]) -> Pictures:
+    def _pictures(self, passed: Batch) -> Pictures:
         """The images of the sequences in a forward, by what TRL passes to it beside their tokens."""
         pixels = passed["pixel_values"].split(passed["num_images"])
         batch = self._micro_batch

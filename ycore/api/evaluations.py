@@ -14,7 +14,7 @@ from ycore.errors import ConfigError, DataError
 from ycore.run.files import tracker_group, write_json_atomic
 
 Results = dict[str, Any]
-"""Of an evaluation, a comparison or a preflight, by their names."""
+"""Figures by their names, with the output's folder: an evaluation's, a comparison's or a preflight's."""
 
 
 def evaluation_plan(

@@ -1,29 +1,19 @@
 """Offer the values of options on Tab; Typer completes the names of commands and options by itself."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from ycore_cli.options import KEYS
 
-from ycore.config.algorithms import ALGORITHMS, ENTRIES
-from ycore.config.trl_fields import TrlField, fields_of
+from ycore.config.algorithms import ENTRIES
+from ycore.config.trl_fields import fields_of
 
 _RUNS = {"run", "runs", "model", "replay", "teacher"}
 
 
 def complete(command: Any) -> None:
-    """Declare the command's other fields of TRL, and let every parameter offer its values."""
-    declared = {parameter.name: parameter for parameter in command.params}
-    if command.name in ALGORITHMS:
-        for name, field in _trl_fields(command.name).items():
-            if name not in declared:
-                option = copy(declared["output"])
-                option.name = name
-                option.opts = [field.option]
-                option.help = "of TRL"
-                command.params.append(option)
+    """Let every parameter offer its values."""
     for parameter in command.params:
         parameter._custom_shell_complete = _offer_values
 
@@ -52,27 +42,20 @@ def _values(command_name: str, name: str) -> Sequence[str]:
     if name in _OTHERS:
         return _OTHERS[name]
     key = KEYS.get(name, name)
-    if (field := _trl_fields(command_name).get(key)) and field.choices:
-        return field.choices
-    return list(_literals(_entry(command_name).config, key))
+    entry = ENTRIES.get(command_name, ENTRIES["grpo"])
+    fields = fields_of(entry.trl_config) if entry.trl_config else {}
+    if key in fields and fields[key].choices:
+        return fields[key].choices
+    return list(_literals(entry.config, key))
 
 
 _OTHERS = {
     "form": ("merged", "gguf"),
     "curriculum": ("off", "on"),
     "placement": ("dynamic", "colocated"),
-    "accelerate": ("ddp", "zero1", "zero2", "zero3", "fsdp2"),
+    "accelerate": ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp"),
     "report_to": ("wandb", "trackio", "tensorboard"),
 }
-
-
-def _entry(command_name: str) -> Any:
-    return ENTRIES.get(command_name, ENTRIES["grpo"])
-
-
-def _trl_fields(command_name: str) -> Mapping[str, TrlField]:
-    trl_config = _entry(command_name).trl_config
-    return fields_of(trl_config) if trl_config else {}
 
 
 def _literals(annotation: Any, key: str) -> Iterator[str]:

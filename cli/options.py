@@ -209,7 +209,7 @@ OPTIONS: Mapping[str, Any] = {
         metavar="N",
     ),
     "accelerate": text(
-        "How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
+        "How they share the work: ddp, zero1, zero2, zero3, fsdp2, hsdp or an accelerate config; see docs/parallel.md.",
         metavar="NAME|FILE",
     ),
     "hosts": text(

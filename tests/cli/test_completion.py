@@ -52,7 +52,6 @@ def test_tab_completes_every_kind_of_word(home: Path) -> None:
     assert in_bash(f"{PRESS.format(script=script, words='ycore gr')} 2>&1") == "grpo\n"
     assert press_tab("ycore --vers") == {"--version"}
     assert press_tab("ycore grpo --learning") == {"--learning-rate"}
-    assert press_tab("ycore grpo --gradient-acc") == {"--gradient-accumulation-steps"}
     assert press_tab("ycore grpo --engine v") == {"vllm"}
     assert press_tab("ycore grpo --loss-type dr") == {"dr_grpo"}
     assert press_tab("ycore grpo --recipe quick") == {"quickstart"}

@@ -61,6 +61,12 @@ def config(**settings: Any) -> RunConfig:
     )
 
 
+@pytest.fixture
+def two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "10.0.0.2"}.items():
+        monkeypatch.setenv(name, value)
+
+
 def written(folder: Path, text: str) -> str:
     (folder / "nodes.yaml").write_text(text)
     return str(folder / "nodes.yaml")
@@ -275,6 +281,7 @@ KINDS = {
     "zero2": DistributedType.DEEPSPEED,
     "zero3": DistributedType.DEEPSPEED,
     "fsdp2": DistributedType.FSDP,
+    "hsdp": DistributedType.FSDP,
 }
 
 
@@ -289,18 +296,65 @@ def read_back(told: dict[str, Any], folder: Path) -> Any:
 def test_accelerate_reads_it(
     name: Sharding, dtype: Dtype, on_cpu: bool, tmp_path: Path
 ) -> None:
-    if name == "fsdp2" and on_cpu:
-        with pytest.raises(ConfigError, match=r"fsdp2 needs GPUs.*zero3"):
-            accelerate_config(name, processes=2, on_cpu=True, dtype=dtype)
-        return
-    seen = read_back(accelerate_config(name, processes=2, on_cpu=on_cpu, dtype=dtype), tmp_path)
+    settings = accelerate_config(name, processes=4, num_machines=2, on_cpu=on_cpu, dtype=dtype)
+    seen = read_back(settings, tmp_path)
     assert seen.distributed_type == KINDS[name]
-    assert (seen.num_processes, seen.num_machines, seen.use_cpu) == (2, 1, on_cpu)
+    assert (seen.num_processes, seen.use_cpu) == (4, on_cpu)
     assert seen.mixed_precision == ("bf16" if dtype == "bfloat16" else "no")
     assert seen.main_process_port == 0, "a free port, so that two runs do not meet"
     if name.startswith("zero"):
         assert seen.deepspeed_config["zero_stage"] == int(name[-1])
         assert seen.deepspeed_config["zero3_init_flag"] is (name == "zero3")
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": 2} if name == "hsdp" else {}
+    assert seen.parallelism_config == {
+        f"parallelism_config_{key}": size for key, size in sizes.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "hsdp"])
+def test_fsdp_is_refused_on_a_cpu(name: str, two_machines: None) -> None:
+    with pytest.raises(ConfigError, match=rf"--accelerate {name}: FSDP needs GPUs.*zero3"):
+        layout_of(config(processes=2, accelerate=name), CORES)
+
+
+def test_hsdp_shards_within_machines_and_replicates_between_them(two_machines: None) -> None:
+    found = layout_of(config(processes=4, accelerate="hsdp"), EIGHT)
+    assert (found.world, found.replicas, found.sharding) == (8, 2, "hsdp")
+    assert found.shards_weights
+
+
+@pytest.mark.parametrize(("processes", "machines"), [(1, "2"), (4, "1")])
+def test_hsdp_needs_two_machines_of_two_ranks(
+    processes: int, machines: str, two_machines: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NNODES", machines)
+    ranks = processes * int(machines)
+    with pytest.raises(ConfigError, match=rf"here are {machines} with {ranks} ranks; .*fsdp2"):
+        layout_of(config(processes=processes, accelerate="hsdp"), EIGHT)
+
+
+HYBRID = """
+distributed_type: FSDP
+num_machines: 1
+num_processes: 8
+fsdp_config: {fsdp_version: 2}
+parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 4
+"""
+
+
+def test_a_file_with_replicas_is_taken_as_it_says(tmp_path: Path) -> None:
+    found = layout_of(config(accelerate=written(tmp_path, HYBRID)), EIGHT)
+    assert (found.replicas, found.sharding) == (2, "hsdp")
+
+
+def test_replicas_times_shards_are_the_processes(tmp_path: Path) -> None:
+    file = written(tmp_path, HYBRID.replace("shard_size: 4", "shard_size: 2"))
+    with pytest.raises(
+        ConfigError, match=r"dp_shard_size must be num_processes, 8; they are 2 and 2"
+    ):
+        layout_of(config(accelerate=file), EIGHT)
 
 
 def test_bfloat16_is_refused_on_a_device_without_it_and_auto_is_float32(

@@ -354,7 +354,7 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
                 (
                     CORES,
                     {"accelerate": "zero3", "processes": 2},
-                    "zero3 and fsdp2 cut up the base",
+                    "zero3, fsdp2 and hsdp cut up the base",
                 ),
                 (
                     CORES,

@@ -1,5 +1,7 @@
 """What `--devices` names, and the core of this machine as a device."""
 
+from dataclasses import replace
+
 import pytest
 
 from ycore.errors import ConfigError
@@ -106,8 +108,8 @@ def test_devices_of_several_machines_are_as_far_apart_as_their_network() -> None
         return parse_devices(text, core=lambda: CORE, num_cores=2)
 
     assert (fleet("4x8xH100").count, fleet("4x8xH100").machines) == (32, 4)
-    assert fleet("4x8xH100").device.link == 100e9 / 8
-    assert fleet("2 x 8 x 80GB, 400Gb").device.link == 400e9 / 8
-    assert fleet("8xH100").device.link == DEVICES["h100"].link
+    assert fleet("4x8xH100").device == replace(DEVICES["h100"], network=100e9 / 8)
+    assert fleet("2 x 8 x 80GB, 400Gb").device.network == 400e9 / 8
+    assert fleet("8xH100").device == DEVICES["h100"]
     with pytest.raises(ConfigError, match=r"2x2xcpu.*cores of several machines"):
         fleet("2x2xcpu")

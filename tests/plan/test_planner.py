@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ycore.config.schema import RunConfig
+from ycore.errors import ConfigError
 from ycore.models.model_facts import model_facts
 from ycore.plan.devices import DEVICES, GIB, Device, Fleet
 from ycore.plan.memory import Strategy, Workload
@@ -135,6 +136,21 @@ def test_engines_with_devices_of_their_own_write_while_a_step_trains() -> None:
         assert "rollout" not in way.phases["train"]
         assert way.phases["generate"].get("trainer", 0.0) == 0.0
     assert f"--set engine.devices={apart[0].strategy.apart}" in str(made.options)
+
+
+@pytest.mark.parametrize(
+    ("devices", "kinds"), [("8xh100", set()), ("2x1xh100", set()), ("2x8xh100", {"hsdp"})]
+)
+def test_replicas_are_planned_where_there_are_machines_and_ranks_for_them(
+    devices: str, kinds: set[str]
+) -> None:
+    made = planned_on(devices, prompts_per_step=64)
+    ways = [*made.fitting, *made.too_large]
+    assert {way.strategy.sharding for way in ways} & {"hsdp"} == kinds
+    assert all(way.strategy.replicas == 2 for way in ways if way.strategy.sharding == "hsdp")
+    if not kinds:
+        with pytest.raises(ConfigError, match=r"two machines of two ranks or more; .*fsdp2"):
+            planned_on(devices, prompts_per_step=64, accelerate="hsdp")
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,27 @@ def test_sharded_weights_are_gathered_in_every_pass() -> None:
     assert timing.gather_s(full, replace(WAY, ranks=1), H100) == 0
 
 
+def test_with_replicas_only_gradients_pass_between_machines() -> None:
+    """32 ranks on 4 machines: weights are gathered within each, by the fast link; each gradient passes twice, less 1/4."""
+    full = replace(JOB, lora_rank=None)
+    far = replace(H100, network=12.5e9)
+    sharded = replace(WAY, ranks=32, sharding="fsdp2")
+    replicated = replace(sharded, sharding="hsdp", replicas=4)
+    between = 2 * 0.75 * 2 * full.trainable / 12.5e9 / timing.ON_GPU.memory
+    assert timing.gather_s(full, replicated, far) - timing.gather_s(
+        full, replicated, H100
+    ) == pytest.approx(between)
+    assert timing.gather_s(full, replicated, far) < timing.gather_s(full, sharded, far)
+    assert timing.gather_s(full, sharded, far) > 10 * timing.gather_s(full, sharded, H100)
+
+
+def test_replicas_hold_as_much_as_one_machine() -> None:
+    full = replace(JOB, lora_rank=None)
+    sharded = replace(WAY, sharding="fsdp2")
+    replicated = replace(sharded, ranks=32, sharding="hsdp", replicas=4)
+    assert trainer_states(full, replicated) == trainer_states(full, sharded)
+
+
 def test_a_full_batch_decodes_more_tokens_a_second_than_one_sequence() -> None:
     def step(sequences: float) -> float:
         return timing.Serving(JOB.policy, H100, 2, tensor_parallel=1).decode_step_s(

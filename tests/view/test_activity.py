@@ -140,7 +140,7 @@ VLLM_LOG = [
     ("INFO Starting to load model /models/tiny...", "loading weights"),
     ("INFO Loading weights took 3.2 seconds", "warming up"),
     ("INFO Dynamo bytecode transform time: 4.1 s", "compiling"),
-    ("INFO torch.compile takes 12.1 s in total", "warming up"),
+    ("INFO torch.compile took 12.1 s in total", "warming up"),
     ("Capturing CUDA graphs: 10%", "capturing CUDA graphs"),
     (
         "INFO init engine (profile, create kv cache, warmup model) took 20 s",

@@ -333,7 +333,7 @@ def _job_lines(made: Plan) -> Iterator[str]:
         yield f"{_SCORER[work.judge_role]:<8} {work.judge.name}: {work.judge.num_params / 1e9:.2f} billion parameters"
     count = f"{made.fleet.count // made.fleet.machines} x {device.name}"
     if made.fleet.machines > 1:
-        count = f"{made.fleet.machines} machines of {count}, {8 * device.link / 1e9:.0f} Gb a second between them"
+        count = f"{made.fleet.machines} machines of {count}, {8 * device.network / 1e9:.0f} Gb a second between them"
     yield f"devices  {count}: {device.memory_bytes / _GIB:.0f} GiB; {device.in_words}"
     yield (
         f"step     {work.prompts_per_step} prompts of {work.prompt_tokens} tokens x {work.group_size} completions "

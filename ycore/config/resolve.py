@@ -398,7 +398,7 @@ def _check_quantize(config: AnyConfig) -> None:
         rule = "is for the frozen base of a LoRA run; leave --full out"
     elif find_algorithm(config.algorithm).trains_reward_model:
         rule = "cannot be: a reward model is saved whole; leave --quantize out"
-    elif config.accelerate in ("zero3", "fsdp2"):
+    elif config.accelerate in ("zero3", "fsdp2", "hsdp"):
         rule = (
             f"keeps the base whole on each rank, and {config.accelerate} shards it; take zero2"
         )

@@ -316,7 +316,7 @@ class BaseConfig(Strict):
     # Training ranks on this machine, each with its own share of the prompts; `auto` is one a GPU, and one on a CPU.
     processes: Literal["auto"] | Count = "auto"
     steps: Positive | None = None  # optimizer steps
-    # `ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, or an accelerate config file; None is `ddp` for several processes.
+    # `ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, `hsdp`, or an accelerate config file; None is `ddp` for several processes.
     accelerate: str | None = None
     trl: dict[str, Any] = {}  # any other field of TRL's config class, by TRL's own name
 

@@ -225,6 +225,7 @@ def rank_strategy(
         layout.sharding,
         batch.per_device_train_batch_size,
         checkpointing=bool(checkpointing),
+        replicas=layout.replicas,
     )
 
 

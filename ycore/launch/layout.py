@@ -32,6 +32,7 @@ from ycore.plan.devices import (
     GIB,
     bfloat16_factor,
     check_bfloat16,
+    check_replicas,
     core_flags,
     format_of,
     usable_cores,
@@ -148,6 +149,8 @@ SSH = "ssh -T -oBatchMode=yes -oControlPath=none -oConnectTimeout=10 -oServerAli
 _TAKE_ZERO3 = "take --accelerate zero3 to shard"
 _PINNED_AS_IT_IS = "pinned_max_round_threshold_mb:1"
 """Stops torch from rounding pinned memory up to powers of two: 15 GB of weights would take 29."""
+_REPLICATE = "parallelism_config_dp_replicate_size"
+_SHARD = "parallelism_config_dp_shard_size"
 _MIXED_PRECISION: Mapping[Dtype, str] = {"float32": "no", "bfloat16": "bf16"}
 
 
@@ -214,9 +217,15 @@ class Layout:
     def sharding(self) -> Sharding:
         settings = self.accelerate or {}
         if settings.get("distributed_type") == "FSDP":
-            return "fsdp2"
+            return "hsdp" if self.replicas > 1 else "fsdp2"
         stage = (settings.get("deepspeed_config") or {}).get("zero_stage")
         return next((name for name in SHARDINGS if name == f"zero{stage}"), "ddp")
+
+    @property
+    def replicas(self) -> int:
+        """Copies of what FSDP shards."""
+        sizes = (self.accelerate or {}).get("parallelism_config") or {}
+        return int(sizes.get(_REPLICATE, 1))
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -227,7 +236,7 @@ class Layout:
     @property
     def shards_weights(self) -> bool:
         """Whether no rank holds the whole policy."""
-        return self.sharding in ("zero3", "fsdp2")
+        return self.sharding in ("zero3", "fsdp2", "hsdp")
 
 
 ONE_RANK = Layout()
@@ -321,9 +330,9 @@ def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
     return Site(folder, layout, machine, trains, apart)
 
 
-def planned_site(config: RunConfig, machine: Machine) -> Site:
-    """Return the site of a run that is only planned there."""
-    layout = layout_of(config, machine)
+def planned_site(config: RunConfig, machine: Machine, *, place: Settings | None = None) -> Site:
+    """Return the site of a run that is only planned there; `place` as for `layout_of`."""
+    layout = layout_of(config, machine, place=place)
     rest, apart = split_for_engines(config, machine)
     return Site(RunFolder(Path(config.output)), layout, rest, apart=apart)
 
@@ -342,10 +351,7 @@ def check_ranks_fit(config: BaseConfig, layout: Layout, machine: Machine) -> Non
     max_ranks = 1 if machine.is_sliced else len(parts)
     if count <= max_ranks:
         return
-    prompts = config.prompts_per_step if isinstance(config, RunConfig) else 1
-    works = max(
-        number for number in range(1, max_ranks + 1) if prompts % number == 0 or number == 1
-    )
+    works = _num_ranks(config, max_ranks)
     if config.processes == count:
         option = f"--processes {count}"
         way_out = f"take --processes {works}"
@@ -426,11 +432,16 @@ def _is_cpu_build() -> bool:
         return True
 
 
-def layout_of(config: BaseConfig, machine: Machine) -> Layout:
-    """Return the run's ranks, from `processes` and `accelerate`; ConfigError for what cannot work on the machine."""
+def layout_of(config: BaseConfig, machine: Machine, *, place: Settings | None = None) -> Layout:
+    """Return the run's ranks, from `processes` and `accelerate`; ConfigError for what cannot work on the machine.
+
+    Args:
+        place: accelerate's keys for this machine among several; by default what the environment says.
+    """
     config = on_machine(config, machine)
-    place = place_here()
-    if config.accelerate is None and config.processes == 1 and not place:
+    place = place_here() if place is None else place
+    num_machines = place.get("num_machines", 1)
+    if config.accelerate is None and config.processes == num_machines == 1:
         return ONE_RANK
     dtype = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
     name = next((name for name in SHARDINGS if name == (config.accelerate or "ddp")), None)
@@ -439,29 +450,38 @@ def layout_of(config: BaseConfig, machine: Machine) -> Layout:
             Path(str(config.accelerate)).expanduser(), config, machine, dtype=dtype
         )
     else:
-        num_machines = place.get("num_machines", 1)
         world = int(config.processes) * num_machines
         settings = accelerate_config(
-            name, processes=world, on_cpu=not machine.devices, dtype=dtype
+            name,
+            processes=world,
+            num_machines=num_machines,
+            on_cpu=not machine.devices,
+            dtype=dtype,
         )
         layout = Layout(world, num_machines, place.get("machine_rank", 0), settings | place)
+    if layout.sharding in ("fsdp2", "hsdp") and not machine.devices:
+        raise ConfigError(
+            f"--accelerate {config.accelerate}: FSDP needs GPUs: on CPU accelerate would shard nothing; {_TAKE_ZERO3}"
+        )
     check_ranks_fit(config, layout, split_for_engines(config, machine)[0])
     return layout
 
 
 def accelerate_config(
-    name: Sharding, *, processes: int, on_cpu: bool, dtype: Dtype
+    name: Sharding, *, processes: int, on_cpu: bool, dtype: Dtype, num_machines: int = 1
 ) -> Settings:
-    """Return the content of the file for `accelerate launch --config_file`; ConfigError for fsdp2 on a CPU."""
-    if name == "fsdp2" and on_cpu:
-        raise ConfigError(
-            f"--accelerate fsdp2 needs GPUs: on CPU accelerate would shard nothing; {_TAKE_ZERO3}"
-        )
-    run_settings = {
+    """Return the content of the file for `accelerate launch --config_file`."""
+    run_settings: Settings = {
         "mixed_precision": _MIXED_PRECISION[dtype],
         "num_processes": processes,
         "use_cpu": on_cpu,
     }
+    if name == "hsdp":
+        check_replicas(num_machines, processes)
+        run_settings["parallelism_config"] = {
+            _REPLICATE: num_machines,
+            _SHARD: processes // num_machines,
+        }
     return deepcopy(_accelerate_files()[name]) | run_settings
 
 
@@ -563,11 +583,14 @@ def _layout_from_file(
         )
     if machines > 1:
         _check_machines_meet(settings, path)
-    if settings["distributed_type"] == "FSDP" and not machine.devices:
+    layout = Layout(world, machines, rank, {**settings, "mixed_precision": wanted})
+    sizes = settings.get("parallelism_config") or {}
+    if layout.replicas > 1 and sizes.get(_SHARD) != world / layout.replicas:
         raise ConfigError(
-            f"{path}: FSDP needs GPUs: on CPU accelerate would shard nothing; {_TAKE_ZERO3}"
+            f"{path}: {_REPLICATE} times {_SHARD} must be num_processes, {world}; "
+            f"they are {layout.replicas} and {sizes.get(_SHARD, 1)}"
         )
-    for name, value in {**settings, **(settings.get("parallelism_config") or {})}.items():
+    for name, value in {**settings, **sizes}.items():
         if name.endswith(("cp_size", "sp_size", "tp_size")) and value != 1:
             rule = "every rank trains on prompts of its own, with whole layers and sequences"
             raise ConfigError(
@@ -578,7 +601,7 @@ def _layout_from_file(
             f"--processes {config.processes} is not what {path} says: {world} processes on {machines} "
             f"machine{'s' if machines > 1 else ''}; leave --processes out"
         )
-    return Layout(world, machines, rank, {**settings, "mixed_precision": wanted})
+    return layout
 
 
 def _read_accelerate_file(path: Path) -> Settings:

@@ -172,7 +172,7 @@ def _check_in_process(config: RunConfig, site: Site, kind: EngineKind) -> None:
         rule = f"{kind.name} writes the requests that wait together from one seed, and which do depends on the machine"
         raise ConfigError(f"{rule}; leave --deterministic out, or {_INSTALL}")
     if site.layout.shards_weights:
-        rule = f"{kind.name} generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2"
+        rule = f"{kind.name} generates with the trainer's own weights, which no rank has whole under zero3, fsdp2 or hsdp"
         raise ConfigError(f"{rule}; {_INSTALL}, or take --accelerate zero2")
 
 
@@ -226,7 +226,7 @@ def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_h
     device = fleet.device
     machine = described(fleet)
     config = on_machine(config, machine)
-    site = planned_site(config, machine)
+    site = planned_site(config, machine, place={"num_machines": fleet.machines})
     if device.on_cpu:
         check_deepspeed(config, site.layout)
     check_run(config, site, known=known, vllm=None if device.on_cpu else True)
@@ -303,7 +303,7 @@ def _check_sync(
             "all weights are trained (--full)": config.lora is None,
             "the trainer's base is quantised, and the engine's is not": config.quantize
             is not None,
-            "zero3 and fsdp2 cut up the base, whose sums are compared": layout.shards_weights,
+            "zero3, fsdp2 and hsdp cut up the base, whose sums are compared": layout.shards_weights,
             "workers of a wide engine divide the adapters": is_wide,
             "engines that sleep drop their base (engine.sleep)": sleeps,
         },

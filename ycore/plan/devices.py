@@ -30,11 +30,12 @@ class Device:
     memory_bytes: float
     flops: float  # operations a second in `format`
     bandwidth: float  # bytes a second from its memory
-    link: float  # bytes a second to the other devices, one way
+    link: float  # bytes a second to the other devices of its machine, one way
     source: str
     on_cpu: bool = False
     has_bfloat16: bool = True
     format: str = "bfloat16"
+    network: float = 1e15  # bytes a second of a machine to the others; by default no limit
 
     @property
     def in_words(self) -> str:
@@ -45,7 +46,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Fleet:
-    """`count` devices, equally many on each of the machines, whose network the device's link is no faster than."""
+    """`count` devices, equally many on each of the machines."""
 
     device: Device
     count: int
@@ -72,6 +73,15 @@ def check_bfloat16(dtype: str, without: Sequence[str]) -> None:
         old = ", ".join(without)
         raise ConfigError(
             f"the run computes in bfloat16, and device {old} has none; train with --set dtype=float32"
+        )
+
+
+def check_replicas(num_machines: int, ranks: int) -> None:
+    """Raise ConfigError where `hsdp` has nothing to replicate, or nothing to shard."""
+    if not 1 < num_machines < ranks:
+        raise ConfigError(
+            "--accelerate hsdp shards within machines and replicates between them: it needs two machines of two "
+            f"ranks or more; here are {num_machines} with {ranks} ranks; take --accelerate fsdp2"
         )
 
 
@@ -118,9 +128,8 @@ def parse_devices(text: str, *, core: Callable[[], Device], num_cores: int) -> F
         )
     if kind != "cpu":
         device = _of_memory(float(memory[1])) if memory else DEVICES[kind]
-        if machines > 1:  # the ranks of a machine share its network
-            network = int(match[4] or _NETWORK_GBIT) * GB / 8
-            device = replace(device, link=min(device.link, network))
+        if machines > 1:
+            device = replace(device, network=int(match[4] or _NETWORK_GBIT) * GB / 8)
         return Fleet(device, count * machines, machines)
     if machines > 1:
         raise ConfigError(

@@ -17,7 +17,7 @@ from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.plan.devices import GIB, Fleet
 from ycore.scoring.scoring import ServedModel
 
-Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
+Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp"]
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 
 PHASES = {JUDGE: "judge", REWARD_MODEL: "score", TEACHER: "teach"}
@@ -91,6 +91,7 @@ class Strategy:
     Attributes:
         apart: devices that serve engines alone, in place of those of the ranks; 0: none.
         away: slots on other machines, taken for as fast as those here.
+        replicas: copies of what is sharded: one a machine with `hsdp`.
         slots: blocks of devices that can work at the same time, each for one role.
         micro_batch: completions in one forward pass of a rank.
         tensor_parallel: devices that an engine of the policy spans; a slot is as wide as the widest engine.
@@ -110,6 +111,12 @@ class Strategy:
     offload: Offload = "none"
     apart: int = 0
     away: int = 0
+    replicas: int = 1
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that share what is sharded."""
+        return self.ranks // self.replicas
 
     @property
     def all_slots(self) -> int:
@@ -137,7 +144,7 @@ class Strategy:
 
     @property
     def shards_weights(self) -> bool:
-        return self.sharding in ("zero3", "fsdp2")
+        return self.sharding in ("zero3", "fsdp2", "hsdp")
 
     def num_passes(self, work: Workload) -> int:
         """Micro-batches of one rank in a step."""
@@ -325,13 +332,13 @@ def trainer_states(work: Workload, strategy: Strategy) -> Parts:
     """
     trained = work.trainable
     size = work.bytes_per_value
-    ranks = strategy.ranks
+    ranks = strategy.shard_ranks
     weight_ranks = ranks if strategy.shards_weights else 1
     two_layers = 2.0 * size * work.policy.layer_params  # gathered: the one at work and the next
     parts: dict[str, float] = {}
     if work.lora_rank is not None:
         parts["frozen weights"] = frozen_bytes(work) / weight_ranks
-    if strategy.sharding in ("ddp", "fsdp2"):
+    if not strategy.sharding.startswith("zero"):
         parts["weights"] = 4.0 * trained / weight_ranks
         parts["gradients"] = 4.0 * trained / weight_ranks
         parts["optimizer"] = 8.0 * trained / weight_ranks

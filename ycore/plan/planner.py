@@ -15,6 +15,7 @@ from ycore.plan.devices import (
     GIB,
     Device,
     Fleet,
+    check_replicas,
     format_on,
     measured_core,
     parse_devices,
@@ -278,8 +279,10 @@ def allowed_strategies(
                 "or leave it out"
             )
         shardings = {config.accelerate}
+    if config.accelerate == "hsdp":
+        check_replicas(fleet.machines, most_ranks(work, fleet))
     if work.quantized:
-        shardings -= {"zero3", "fsdp2"}
+        shardings -= {"zero3", "fsdp2", "hsdp"}
     checkpointing = config.trl.get("gradient_checkpointing")
     allowed = [
         strategy
@@ -325,15 +328,17 @@ def strategies(
 def _cpu_bases(work: Workload, fleet: Fleet) -> Iterator[Strategy]:
     for ranks in sorted({1, most_ranks(work, fleet)}):
         slots = max(min(fleet.count, MAX_ENGINES_ON_CPU), ranks)
-        for sharding in SHARDINGS if ranks > 1 else SHARDINGS[:1]:
-            if sharding != "fsdp2":
-                yield Strategy(ranks, slots, sharding)
+        # The last two, FSDP, shard nothing on a CPU.
+        for sharding in SHARDINGS[:-2] if ranks > 1 else SHARDINGS[:1]:
+            yield Strategy(ranks, slots, sharding)
 
 
 def _gpu_bases(work: Workload, fleet: Fleet, apart: int) -> Iterator[Strategy]:
     ranks = most_ranks(work, fleet)
     num_devices = apart or fleet.count
     for sharding in SHARDINGS if ranks > 1 else SHARDINGS[:1]:
+        if sharding == "hsdp" and not 1 < fleet.machines < ranks:
+            continue
         for policy_width, judge_width in engine_widths(work, num_devices // fleet.machines):
             for checkpointing in (True, False):
                 base = Strategy(
@@ -344,6 +349,7 @@ def _gpu_bases(work: Workload, fleet: Fleet, apart: int) -> Iterator[Strategy]:
                     tensor_parallel=policy_width,
                     judge_tensor_parallel=judge_width,
                     apart=apart,
+                    replicas=fleet.machines if sharding == "hsdp" else 1,
                 )
                 if apart:
                     yield base

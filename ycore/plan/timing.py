@@ -158,7 +158,7 @@ def train_s(work: Workload, strategy: Strategy, device: Device, *, cores: int = 
     pass_s = _pass_flops(work, strategy) / flops
     pass_s += _pass_bytes(work, strategy, efficiency) / bandwidth + efficiency.micro_batch_s
     # Adam reads and writes weights, gradients and two moments, and clipping reads the gradients again: 40 bytes.
-    shards = 1 if strategy.sharding == "ddp" else strategy.ranks
+    shards = 1 if strategy.sharding == "ddp" else strategy.shard_ranks
     optimizer_s = 40.0 * work.trainable / shards / bandwidth
     return strategy.num_passes(work) * pass_s + optimizer_s + gather_s(work, strategy, device)
 
@@ -214,17 +214,18 @@ def gather_s(work: Workload, strategy: Strategy, device: Device) -> float:
     """Return the seconds of collectives.
 
     An all-reduce moves each gradient twice; sharded weights move twice more in every pass (arXiv 1910.02054, section
-    7).
+    7). All ranks together are no faster than the network between machines; with replicas only gradients pass it.
     """
-    if strategy.ranks == 1:
-        return 0.0
-    share = (strategy.ranks - 1) / strategy.ranks
     size = 4 if strategy.sharding == "ddp" else work.bytes_per_value
-    moved = 2.0 * share * size * work.trainable
+    gradients = 2.0 * size * work.trainable
+    moved = gradients
     if strategy.shards_weights:
         weights = work.bytes_per_value * work.policy.num_params
-        moved += 2.0 * strategy.num_passes(work) * share * weights
-    return moved / (device.link * efficiency_of(device).memory)
+        moved += 2.0 * strategy.num_passes(work) * weights
+    link = device.link if strategy.replicas > 1 else min(device.link, device.network)
+    inside_s = (1 - 1 / strategy.shard_ranks) * moved / link
+    between_s = (1 - 1 / strategy.replicas) * gradients / device.network
+    return (inside_s + between_s) / efficiency_of(device).memory
 
 
 def sync_s(work: Workload, device: Device) -> float:

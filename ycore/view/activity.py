@@ -58,7 +58,6 @@ _ENGINE_PHASES = (
     (b"Dynamo bytecode transform", "compiling"),
     (b"Compiling a graph", "compiling"),
     (b"torch.compile took", "warming up"),
-    (b"torch.compile takes", "warming up"),
     (b"Capturing CUDA graphs", "capturing CUDA graphs"),
     (b"init engine (", "opening its socket"),
     (b"Available routes are", "ready"),

@@ -1,13 +1,12 @@
 """Show a run while it goes on: a live view in a terminal, else one line a step.
 
 The live view has the run's reward, its groups, where its step's time goes, and its slots. It never shrinks while the run
-goes on. It fits 40 columns and more: what does not fit is left out whole, and no name is cut. A plain line fits 80.
+goes on. It fits 40 columns and more: what does not fit ends in an ellipsis. A plain line fits 80.
 
 `follow_run` shows the same of a run from another terminal, while it goes on or once it has ended.
 """
 
 import math
-import re
 import shlex
 import sys
 import time
@@ -38,7 +37,6 @@ _NUMBERS = {
         ("zero-variance {:.0%}", "frac_reward_zero_std"),
         ("drawn {:.0f}", "ycore/sampling/drawn"),
         ("yield {:.0%}", "ycore/sampling/yield"),
-        ("left over {:.0f}", "ycore/sampling/surplus"),
         ("swaps {:.0f}", "ycore/swaps"),
         ("idle {:.0%}", "ycore/idle_share"),
     ),
@@ -72,16 +70,10 @@ _STEP = (
     ("tokens_per_s {:.0f}", "ycore/tokens_per_s"),
     ("mean_length {:.0f}", "completions/mean_length"),
     ("frac_reward_zero_std {:.2f}", "frac_reward_zero_std"),
-    ("time/round {:.1f}", "ycore/time/round"),
-    ("time/train {:.1f}", "ycore/time/train"),
-    ("time/sync {:.1f}", "ycore/time/sync"),
-    ("sampling/yield {:.2f}", "ycore/sampling/yield"),
-    ("logprob_gap {:.4f}", "ycore/logprob_gap"),
 )
 _LINE_COLUMNS = 80
 _MAX_BAR = 40
 _WORK_BAR = 16
-_ENDS_OF_PARTS = re.compile(r",? {2,}|, ")
 
 Look = Callable[[], Scene]
 """Returns what the run does now, such as `RunActivity.look`."""
@@ -192,25 +184,15 @@ class RunView:
 
 
 def _block(lines: Sequence[Line], width: int) -> Table:
-    """Put lines beneath each other, their names in full, of their texts as much as fits in whole parts."""
+    """Put lines beneath each other, their names in full, of their texts as much as fits."""
     table = Table.grid(padding=(0, 2, 0, 0))
     label_columns = max((len(name) for name, _ in lines), default=0)
     columns = max(1, width - label_columns - 2)
     table.add_column(style="dim", no_wrap=True, width=label_columns)
     table.add_column(no_wrap=True, overflow="ellipsis", width=columns)
     for name, text in lines:
-        text = text if isinstance(text, Text) else Text(text)
-        table.add_row(name, text[: len(first_parts(text.plain, columns))])
+        table.add_row(name, text if isinstance(text, Text) else Text(text))
     return table
-
-
-def first_parts(text: str, columns: int) -> str:
-    """Return as many parts of a text, which end with a comma or two spaces, as fit; the whole of a first that is longer."""
-    if len(text) <= columns:
-        return text
-    ends = [match.start() for match in _ENDS_OF_PARTS.finditer(text)]
-    fitting = [end for end in ends if end <= columns]
-    return text[: max(fitting)] if fitting else text[: min(ends, default=len(text))]
 
 
 class TimeLeft:
@@ -400,12 +382,10 @@ def _formats(row: Row) -> list[tuple[str, ...]]:
     """Return how each number of a step is written, and its names; the loss only where there is no reward."""
     if any(name in row for name in REWARD):
         return [("reward {:.3f}", *REWARD), *_STEP]
-    accuracy = ("accuracy {:.0%}", "accuracy", "rewards/accuracies")
     return [
         ("loss {:.4f}", "loss"),
-        accuracy
-        if parts(row, [accuracy])
-        else ("mean_token_accuracy {:.0%}", "mean_token_accuracy"),
+        ("accuracy {:.0%}", "accuracy", "rewards/accuracies"),
+        ("mean_token_accuracy {:.0%}", "mean_token_accuracy"),
         ("margin {:.3f}", "rewards/margins", "margin"),
         ("learning_rate {:.1e}", "learning_rate"),
         *_STEP,

@@ -1,6 +1,6 @@
-"""FSDP2's shards, on two real ranks: the engine gets whole weights, the rank that does not write keeps none.
+"""FSDP2's shards, on two real ranks or twice on four: the engine gets whole weights, a rank that does not write keeps none.
 
-accelerate shards nothing on CPU, so torch's own `fully_shard` stands in for it here.
+accelerate shards nothing on CPU, so torch's own `fully_shard` stands in for it here, over the mesh that accelerate makes.
 """
 
 import os
@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
+from accelerate.parallelism_config import ParallelismConfig
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -42,9 +43,11 @@ if kind == "lora":
         merged.merge_and_unload().save_pretrained(output / "expected")
     dist.barrier()
 base = model.get_base_model() if kind == "lora" else model
+sizes = ParallelismConfig(dp_replicate_size=dist.get_world_size() // 2, dp_shard_size=2)
+mesh = sizes.build_device_mesh("cpu")[tuple(sizes.fsdp_dim_names)]
 for layer in base.model.layers:
-    fully_shard(layer)
-fully_shard(model)
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
 assert sum(isinstance(value, DTensor) for value in model.parameters()) > 5
 written = write_weights(model, output / "seen", dtype=torch.float32, writes=dist.get_rank() == 0)
 assert (written > 0) == (dist.get_rank() == 0)
@@ -52,13 +55,13 @@ dist.destroy_process_group()
 """
 
 
-def shard(folder: Path, kind: str) -> tuple[dict[str, torch.Tensor], Path]:
+def shard(folder: Path, kind: str, *, num_ranks: int) -> tuple[dict[str, torch.Tensor], Path]:
     write_tiny_model(folder / "model")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     common = {
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": "1",
@@ -71,14 +74,14 @@ def shard(folder: Path, kind: str) -> tuple[dict[str, torch.Tensor], Path]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(num_ranks)
     ]
     try:
         said = [rank.communicate(timeout=400)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(said)
     seen = {
         name: value
         for file in (folder / "seen").glob("*.safetensors")
@@ -87,9 +90,13 @@ def shard(folder: Path, kind: str) -> tuple[dict[str, torch.Tensor], Path]:
     return seen, folder
 
 
+RANKS = pytest.mark.parametrize("num_ranks", [2, 4], ids=["fsdp2", "hsdp"])
+
+
 @pytest.mark.verify
-def test_full_weights_are_whole_again(tmp_path: Path) -> None:
-    seen, folder = shard(tmp_path, "full")
+@RANKS
+def test_full_weights_are_whole_again(tmp_path: Path, num_ranks: int) -> None:
+    seen, folder = shard(tmp_path, "full", num_ranks=num_ranks)
     expected = AutoModelForCausalLM.from_pretrained(
         folder / "model", dtype=torch.float32
     ).state_dict()
@@ -98,8 +105,9 @@ def test_full_weights_are_whole_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.verify
-def test_adapters_are_merged_from_their_shards(tmp_path: Path) -> None:
-    seen, folder = shard(tmp_path, "lora")
+@RANKS
+def test_adapters_are_merged_from_their_shards(tmp_path: Path, num_ranks: int) -> None:
+    seen, folder = shard(tmp_path, "lora", num_ranks=num_ranks)
     expected = AutoModelForCausalLM.from_pretrained(
         folder / "expected", dtype=torch.float32
     ).state_dict()

@@ -161,6 +161,15 @@ def test_values_of_the_wrong_type_are_refused_on_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("config_class", ["SDFTConfig", "SDPOConfig"])
+def test_a_literal_of_trl_s_takes_its_words_alone(config_class: str) -> None:
+    mode = fields_of(config_class)["distillation_mode"]
+    assert coerce(mode, "full_logits") == "full_logits"
+    with pytest.raises(ConfigError, match="full_logits") as caught:
+        coerce(mode, "full_logit")
+    assert str(caught.value).startswith("distillation_mode must be")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [

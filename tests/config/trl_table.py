@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ycore.config.algorithms import ALGORITHMS, Algorithm
 from ycore.config.trl_fields import BASE, TABLE
@@ -142,7 +142,7 @@ def _rows(config_class: type[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         if "dict" in kinds and field.name not in _PATHS:
             kinds.pop("str", None)
         default = field.default_factory() if callable(field.default_factory) else field.default
-        words = [item.value for member in members if _is_enum(member) for item in member]
+        words = [word for member in members for word in _words(member)]
         words = words or list(choices.get(field.name, ()))
         row = {
             "type": " | ".join(kinds),
@@ -156,6 +156,14 @@ def _is_enum(member: Any) -> bool:
     return isinstance(member, type) and issubclass(member, Enum)
 
 
+def _words(member: Any) -> tuple[str, ...]:
+    """The words that an enumeration or a literal of an annotation allows."""
+    if _is_enum(member):
+        return tuple(item.value for item in member)
+    values = get_args(member) if get_origin(member) is Literal else ()
+    return tuple(value for value in values if isinstance(value, str))
+
+
 def _kind(member: Any) -> str | None:
     """A member of an annotation in the table's words; None where no option could give such a value."""
     if member is NoneType:
@@ -165,7 +173,7 @@ def _kind(member: Any) -> str | None:
         return "list[float]" if get_args(member) == (float,) else "list[str]"
     return (
         "str"
-        if _is_enum(member)
+        if _words(member)
         else origin.__name__
         if origin in (bool, int, float, str, dict)
         else None

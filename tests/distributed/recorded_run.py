@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoTokenizer, TrainerCallback
 from trl.trainer import grpo_trainer
 
+from tests.distributed import fsdp_on_cpu
 from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import RunConfig
 from ycore.engine.weights import write_weights
@@ -80,6 +81,7 @@ class Rows(TrainerCallback):
 
 
 def main() -> None:
+    fsdp_on_cpu.allow()
     gather_object = grpo_trainer.gather_object
     for job in json.loads(Path(sys.argv[1]).read_text()):
         AcceleratorState._reset_state(reset_partial_state=True)

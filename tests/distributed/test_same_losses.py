@@ -1,4 +1,7 @@
-"""Two real ranks learn from the same rounds what one rank learns, under DDP, ZeRO-2 and ZeRO-3, to float32 rounding."""
+"""Real ranks learn from the same rounds what one rank learns, to float32 rounding.
+
+Two under DDP, ZeRO and FSDP2, four under HSDP. FSDP2 and HSDP are accelerate's own, on cores (`fsdp_on_cpu`).
+"""
 
 import json
 import os
@@ -57,6 +60,8 @@ RUNS = {
     "ddp": ("full", "lora", *LEARNERS),
     "zero2": ("full", "lora"),
     "zero3": ("full", "lora", "lora-again"),
+    "fsdp2": ("full", "lora", "lora-again"),
+    "hsdp": ("full", "lora"),
 }
 
 
@@ -108,7 +113,14 @@ def run(place: Path, name: str, job: str) -> Path:
     )
     launch: list[str] = []
     if name != "alone":
-        told = accelerate_config(name, processes=2, on_cpu=True, dtype="float32")  # type: ignore[arg-type]
+        ranks = 4 if name == "hsdp" else 2
+        told = accelerate_config(
+            name,  # type: ignore[arg-type]
+            processes=ranks,
+            num_machines=ranks // 2,
+            on_cpu=True,
+            dtype="float32",
+        )
         (place / f"{name}.yaml").write_text(yaml.safe_dump(told))
         launch = [
             "-m",
@@ -152,6 +164,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         pytest.param("zero2", "full", marks=pytest.mark.verify),
         pytest.param("zero2", "lora", marks=pytest.mark.verify),
         pytest.param("zero3", "lora", marks=pytest.mark.verify),
+        pytest.param("fsdp2", "full", marks=pytest.mark.verify),
+        pytest.param("fsdp2", "lora", marks=pytest.mark.verify),
+        pytest.param("hsdp", "full", marks=pytest.mark.verify),
+        pytest.param("hsdp", "lora", marks=pytest.mark.verify),
     ],
 )
 def test_two_ranks_learn_what_one_learns(place: Path, name: str, job: str) -> None:
@@ -163,8 +179,9 @@ def test_two_ranks_learn_what_one_learns(place: Path, name: str, job: str) -> No
 
 
 @pytest.mark.verify
-def test_zero3_computes_adapters_again_from_their_shards(place: Path) -> None:
-    compare(run(place, "alone", "lora"), run(place, "zero3", "lora-again"))
+@pytest.mark.parametrize("name", ["zero3", "fsdp2"])
+def test_adapters_are_computed_again_from_their_shards(place: Path, name: str) -> None:
+    compare(run(place, "alone", "lora"), run(place, name, "lora-again"))
 
 
 def compare(one: Path, two: Path) -> None:
@@ -213,8 +230,12 @@ def same(
     )
 
 
-def test_what_is_saved_is_what_the_engines_had(place: Path) -> None:
-    two = run(place, "zero3", "full")
+@pytest.mark.parametrize(
+    "name",
+    ["zero3", *(pytest.param(name, marks=pytest.mark.verify) for name in ("fsdp2", "hsdp"))],
+)
+def test_what_is_saved_is_what_the_engines_had(place: Path, name: str) -> None:
+    two = run(place, name, "full")
     saved, last = weights(two / "model"), weights(two / "after")
     assert last.keys() <= saved.keys()
     assert same(last, {name: saved[name] for name in last}, atol=0.0)

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
+from accelerate.utils import fsdp2_prepare_model
 from peft import PeftModel
 from safetensors.torch import load_model, save_model
 from torch.distributed.tensor import DTensor
@@ -47,6 +48,10 @@ class BaseTrainer(Trainer):
     _saves_in: Path | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for parent in type(self).__mro__:
+            module = sys.modules[parent.__module__]
+            if hasattr(module, "prepare_fsdp"):  # TRL's, of a reference
+                module.__dict__["prepare_fsdp"] = shard_frozen
         super().__init__(*args, **kwargs)
         copyreg.pickle(type(self.args), _without_hub_token)
 
@@ -180,6 +185,15 @@ class DurableTrainer(BaseTrainer):
     def _refuse(self, value: float, name: str) -> None:
         if not math.isfinite(value):
             self._stop(f"step {self.state.global_step + 1}: {name} is {value}")
+
+
+def shard_frozen(model: torch.nn.Module, accelerator: Any) -> torch.nn.Module:
+    """Shard a frozen model by FSDP2 as accelerate shards the policy: by layers, with the weights that rank 0 has read.
+
+    TRL's `prepare_fsdp` gathers it in one piece, and leaves the other ranks the empty weights that transformers gave them.
+    """
+    model.requires_grad_(False)
+    return cast(torch.nn.Module, fsdp2_prepare_model(accelerator, model).eval())
 
 
 def bare(model: torch.nn.Module) -> Any:

@@ -60,7 +60,7 @@ RUNS = {
     "ddp": ("full", "lora", *LEARNERS),
     "zero2": ("full", "lora"),
     "zero3": ("full", "lora", "lora-again"),
-    "fsdp2": ("full", "lora", "lora-again"),
+    "fsdp2": ("full", "lora", "lora-again", "distill", "online-dpo"),
     "hsdp": ("full", "lora"),
 }
 
@@ -176,6 +176,12 @@ def test_two_ranks_learn_what_one_learns(place: Path, name: str, job: str) -> No
     assert job == "lora" or read_metrics(one / "metrics.jsonl")[-1]["kl"] > 1e-4, (
         "the reference moved with the policy"
     )
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("job", ["distill", "online-dpo"])
+def test_other_learners_learn_from_shards_what_they_learn_on_one(place: Path, job: str) -> None:
+    compare(run(place, "alone", job), run(place, "fsdp2", job))
 
 
 @pytest.mark.verify

@@ -3,15 +3,20 @@
 import importlib.metadata
 import inspect
 import os
+import sys
 from typing import Any
 
 import pytest
+from accelerate.utils import fsdp2_prepare_model
 from datasets import Dataset
 from transformers import AutoTokenizer
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from trl.experimental.sdft import SDFTTrainer
+from trl.experimental.sdpo import SDPOTrainer
+from trl.models.utils import prepare_fsdp
 from trl.trainer import utils
 
 from tests.tiny_model import write_tiny_model
@@ -223,3 +228,13 @@ def test_the_batch_has_the_keys_that_the_seam_deals(trainer: GRPOTrainer) -> Non
     assert sizes == {**dict.fromkeys(KEYS | ENGINE_KEYS, 4), "num_items_in_batch": None}, (
         f"rows by key: {sizes}"
     )
+
+
+@pytest.mark.parametrize(
+    "trainer", [GRPOTrainer, DPOTrainer, KTOTrainer, SDFTTrainer, SDPOTrainer]
+)
+def test_a_reference_is_sharded_by_a_function_that_base_replaces(trainer: type[Any]) -> None:
+    """`BaseTrainer` puts its own in the place of this name in the modules of its parents."""
+    assert "prepare_fsdp" in vars(sys.modules[trainer.__module__])
+    assert [*inspect.signature(prepare_fsdp).parameters] == ["model", "accelerator"]
+    assert [*inspect.signature(fsdp2_prepare_model).parameters] == ["accelerator", "model"]

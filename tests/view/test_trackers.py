@@ -144,14 +144,14 @@ def test_trackers_get_what_their_users_look_for(tmp_path: Path) -> None:
     (after,) = file.parent.glob("files/media/table/ycore/before_and_after_*.table.json")
     assert json.loads(after.read_text())["columns"] == ["prompt", "before", "after"]
     (page_run,) = [record.run for record in records_of(file) if record.HasField("run")][:1]
-    assert page_run.job_type == "train" and list(page_run.tags) == ["grpo", "model", "rloo"]
+    assert page_run.job_type == "train" and list(page_run.tags) == ["grpo", "model"]
     rows = history_of(file)
     measured = {row["train/global_step"]: row for row in rows if "eval/pass@1" in row}
     assert set(measured) == {0, 3} and not any("train/ycore/eval" in str(row) for row in rows)
     settings = settings_of(file)
     assert (settings["algorithm"], settings["dataset"]) == ("grpo", "task:addition?digits=1")
     assert {"model", "learning_rate", "beta", "lora_r", "group_size", "seed"} <= set(settings)
-    assert (settings["rewards"], settings["preset"]) == ("length", "rloo")
+    assert settings["rewards"] == "length"
     logged = [row for row in rows if "completions.path" in row]
     assert [row["train/global_step"] for row in logged] == [1, 2, 3]
     path = file.parent / "files" / logged[0]["completions.path"]

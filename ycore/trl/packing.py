@@ -12,7 +12,7 @@ L x L entries for a row of L tokens, and attention would be computed between all
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,14 +48,18 @@ class Block:
         return self.shared + sum(self.lengths)
 
 
-@dataclass
 class Segments:
-    """Where the blocks of a row lie, in order. `num_served` counts the layers that computed attention by it."""
+    """Where the blocks of a row lie, in order. No dataclass: FSDP2 hands a copy of those to each module in bfloat16.
 
-    blocks: list[Block]
-    num_served: int = 0
-    masks: dict[int, Tensor] = field(default_factory=dict)
-    """By a short block's start: its mask, (L, L), made once for all layers."""
+    Attributes:
+        num_served: the layers that computed attention by it.
+        masks: by a short block's start: its mask, (L, L), made once for all layers.
+    """
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self.blocks = blocks
+        self.num_served = 0
+        self.masks: dict[int, Tensor] = {}
 
 
 def path_of(model: PreTrainedModel) -> str | None:

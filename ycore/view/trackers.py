@@ -260,27 +260,15 @@ def _settings(folder: RunFolder) -> JsonObject:
         plain["rewards"] = ", ".join(reward["reward"] for reward in rewards)
     if lora := config.get("lora"):
         plain["lora_r"] = lora["r"]
-    plain |= _typed_names(record)
     return plain | {f"ycore/{key}": value for key, value in record.items()}
 
 
-def _typed_names(record: Record) -> dict[str, str]:
-    """Return the recipe and the preset that were typed."""
-    words = [part for word in record.get("command", ()) for part in word.split("=", 1)]
-    names = {}
-    for option in ("recipe", "preset"):
-        if f"--{option}" in words[:-1]:
-            names[option] = Path(words[words.index(f"--{option}") + 1]).stem
-    return names
-
-
 def _tags(folder: RunFolder) -> list[str]:
-    """Return the user's own tags, and algorithm, model, recipe and preset."""
-    record = read_json(folder.config)
-    config = record.get("config", {})
+    """Return the user's own tags, algorithm and model."""
+    config = read_json(folder.config).get("config", {})
     model = Path(config.get("model", "")).name
     own_tags = os.environ.get("WANDB_TAGS", "").split(",")
-    tags = [*own_tags, config.get("algorithm", ""), model, *_typed_names(record).values()]
+    tags = [*own_tags, config.get("algorithm", ""), model]
     shortened = [tag.replace(",", " ").strip()[:_MAX_TAG] for tag in tags]
     return list(dict.fromkeys(filter(None, shortened)))
 

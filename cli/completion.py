@@ -51,10 +51,8 @@ def _values(command_name: str, name: str) -> Sequence[str]:
 
 _OTHERS = {
     "form": ("merged", "gguf"),
-    "curriculum": ("off", "on"),
     "placement": ("dynamic", "colocated"),
     "accelerate": ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp"),
-    "report_to": ("wandb", "trackio", "tensorboard"),
 }
 
 

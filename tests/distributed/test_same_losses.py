@@ -51,6 +51,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "distill": {},
     "distill-js": {},
     "online-dpo": {"beta": 0.1},
+    "lora-beta": {"beta": 0.1},
 }
 LEARNERS = ("ppo", "distill", "distill-js", "online-dpo")
 # Of these, what the tests need that are not left to `make verify`.
@@ -62,8 +63,8 @@ RUNS = {
     "zero3": ("full", "lora", "lora-again"),
     "fsdp2": ("full", "lora", "lora-again", "distill", "online-dpo"),
     "hsdp": ("full", "lora"),
-    "alone-bfloat16": ("full", "lora"),
-    "fsdp2-bfloat16": ("full", "lora"),
+    "alone-bfloat16": ("full", "lora", "lora-beta"),
+    "fsdp2-bfloat16": ("full", "lora", "lora-beta"),
 }
 
 
@@ -185,7 +186,7 @@ def test_two_ranks_learn_what_one_learns(place: Path, name: str, job: str) -> No
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("job", ["full", "lora"])
+@pytest.mark.parametrize("job", ["full", "lora", "lora-beta"])
 def test_shards_in_bfloat16_learn_about_the_same(place: Path, job: str) -> None:
     """FSDP2 casts what it hands to modules; autocast does not, so the two round at other places."""
     first, second = (

@@ -165,6 +165,10 @@ def _check_examples(
         raise ConfigError(
             f"a reward model is saved whole, and --accelerate {config.accelerate} splits it; take zero2 or ddp"
         )
+    if config.algorithm == "kto" and site.layout.sharding in ("fsdp2", "hsdp"):
+        raise ConfigError(
+            "ycore kto fails under FSDP in bfloat16; take --accelerate zero2 or zero3"
+        )
     batch = derive_tune_batch(
         config,
         num_rows=len(examples.train),

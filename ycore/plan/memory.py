@@ -138,11 +138,6 @@ class Strategy:
         return self.slot_width // self.width(role)
 
     @property
-    def spans_devices(self) -> bool:
-        """Whether an engine spans several devices."""
-        return self.slot_width > 1
-
-    @property
     def shards_weights(self) -> bool:
         return self.sharding in ("zero3", "fsdp2", "hsdp")
 

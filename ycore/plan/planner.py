@@ -416,7 +416,7 @@ def _engine_settings(config: RunConfig, strategy: Strategy, on_cpu: bool) -> Any
         changes["devices"] = strategy.apart
     if engine.count != "auto":
         changes["count"] = strategy.slots
-    if strategy.spans_devices:
+    if strategy.slot_width > 1:
         changes["tensor_parallel"] = strategy.tensor_parallel
     if not on_cpu:
         changes["sleep"] = strategy.sleeps
@@ -426,7 +426,7 @@ def _engine_settings(config: RunConfig, strategy: Strategy, on_cpu: bool) -> Any
 
 def _with_width(spec: RewardConfig, strategy: Strategy) -> RewardConfig:
     """Let a judge's engines span the strategy's devices; other rewards stay as they are."""
-    if spec.kind != JUDGE_PREFIX or not strategy.spans_devices:
+    if spec.kind != JUDGE_PREFIX or strategy.slot_width == 1:
         return spec
     width = strategy.judge_tensor_parallel
     declared = spec.args.get("tensor_parallel", "auto")

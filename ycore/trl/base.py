@@ -6,12 +6,13 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from accelerate.utils import fsdp2_prepare_model
 from peft import PeftModel
 from safetensors.torch import load_model, save_model
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
@@ -117,6 +118,12 @@ class BaseTrainer(Trainer):
     def _save_more(self, checkpoint: Path) -> None:
         """Write what TRL leaves out of this algorithm's checkpoints."""
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin FSDP2 with the trained adapter: by a reference's, which may come first, it takes gradients for bfloat16."""
+        if isinstance(self.model, FSDPModule):
+            self.model._get_fsdp_state()._lazy_init()
+        return super().training_step(*args, **kwargs)
+
     def _get_output_dir(self, trial: Any) -> str:
         return str(super()._get_output_dir(trial) if self._saves_in is None else self._saves_in)
 
@@ -193,7 +200,7 @@ def shard_frozen(model: torch.nn.Module, accelerator: Any) -> torch.nn.Module:
     TRL's `prepare_fsdp` gathers it in one piece, and leaves the other ranks the empty weights that transformers gave them.
     """
     model.requires_grad_(False)
-    return cast(torch.nn.Module, fsdp2_prepare_model(accelerator, model).eval())
+    return fsdp2_prepare_model(accelerator, model).eval()
 
 
 def bare(model: torch.nn.Module) -> Any:

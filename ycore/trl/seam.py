@@ -126,7 +126,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         if (
             self.args.bf16
             and self.ref_model is not None
-            and not self._moves_or_shards_reference
+            and not (
+                self.args.sync_ref_model or self.is_deepspeed_enabled or self.is_fsdp_enabled
+            )
         ):
             # TRL loads it like the policy, whose weights in training are in float32.
             self.ref_model.to(torch.bfloat16)
@@ -138,12 +140,6 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
                 use_segments(model)
             if self.packed_by is not None and is_plain and needs_compact_head(self):
                 add_compact_head(model, temperature=self.temperature)
-
-    @property
-    def _moves_or_shards_reference(self) -> bool:
-        return bool(
-            self.args.sync_ref_model or self.is_deepspeed_enabled or self.is_fsdp_enabled
-        )
 
     def room_for_engines(self) -> AbstractContextManager[None]:
         """Keep off the device what is to leave it, where engines share it."""

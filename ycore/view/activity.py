@@ -56,7 +56,6 @@ _ENGINE_PHASES = (
     (b"Starting to load model", "loading weights"),
     (b"Loading weights took", "warming up"),
     (b"Dynamo bytecode transform", "compiling"),
-    (b"Compiling a graph", "compiling"),
     (b"torch.compile took", "warming up"),
     (b"Capturing CUDA graphs", "capturing CUDA graphs"),
     (b"init engine (", "opening its socket"),

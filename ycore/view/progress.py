@@ -35,9 +35,7 @@ MAX_SLOTS = 8
 _NUMBERS = {
     "groups": (
         ("zero-variance {:.0%}", "frac_reward_zero_std"),
-        ("drawn {:.0f}", "ycore/sampling/drawn"),
         ("yield {:.0%}", "ycore/sampling/yield"),
-        ("swaps {:.0f}", "ycore/swaps"),
         ("idle {:.0%}", "ycore/idle_share"),
     ),
     "tokens": (

@@ -61,7 +61,7 @@ def test_with_replicas_only_gradients_pass_between_machines() -> None:
     between = 2 * 0.75 * 2 * full.trainable / 12.5e9 / timing.ON_GPU.memory
     assert timing.gather_s(full, replicated, far) - timing.gather_s(
         full, replicated, H100
-    ) == pytest.approx(between)
+    ) == pytest.approx(between, rel=1e-3)
     assert timing.gather_s(full, replicated, far) < timing.gather_s(full, sharded, far)
     assert timing.gather_s(full, sharded, far) > 10 * timing.gather_s(full, sharded, H100)
 

@@ -91,14 +91,6 @@ def test_the_table_says_what_a_person_wants_to_know(capsys: pytest.CaptureFixtur
     assert line.startswith("  --processes 4") and "--beta" not in line
 
 
-def test_an_accelerate_file_is_refused_which_no_plan_reads(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert typed("plan --model llama-3.1-8b --devices 4xH100 --accelerate mine.yaml") == 2
-    error = capsys.readouterr().err
-    assert "zero2" in error and "'mine.yaml'; take one of these, or leave it out" in error
-
-
 def test_what_does_not_fit_says_why_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert typed("plan --model Qwen/Qwen2.5-7B-Instruct --devices 1x80GB --full") == 1
     told = capsys.readouterr().out
@@ -227,3 +219,17 @@ def test_the_table_of_several_machines_is_what_it_plans(
         for name, seconds in re.findall(r"`(\w+)` ([\d.]+)", cell):
             ways = [way for way in told["fits"] if way["strategy"]["sharding"] == name]
             assert f"{ways[0]['seconds']['step']:.1f}" == seconds
+
+
+def test_a_file_of_accelerates_is_planned_as_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nodes.yaml"
+    file.write_text("distributed_type: FSDP\nnum_processes: 8\nnum_machines: 1\n")
+    words = ["plan", "--model", "Qwen/Qwen2.5-7B-Instruct", "--devices", "8xH100", "--json"]
+    assert run([*words, "--accelerate", str(file)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {way["strategy"]["sharding"] for way in told["fits"]} == {"fsdp2"}
+    assert "--accelerate" not in told["options"]
+    assert run([*words, "--accelerate", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err

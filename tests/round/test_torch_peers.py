@@ -5,10 +5,15 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ycore.errors import Interrupted
+from ycore.round.peers import Peers
 
 WORKER = Path(__file__).with_name("rank_of_two.py")
 REWARD = """
@@ -195,3 +200,19 @@ def test_in_a_stream_each_token_has_its_version_and_no_group_comes_twice(
                 start = end
             crossed += len(versions) > 1
     assert crossed, "no completion met new weights"
+
+
+def test_a_rank_that_begins_a_round_does_not_wait_for_one_that_stops() -> None:
+    """The other sees the stop before it begins the round, and never comes."""
+    stays = Peers(timeout_s=60.0)
+    stops = Peers(timeout_s=60.0)
+    stays.world = stops.world = 2
+    stops.rank = 1
+    stops._store = stays._store
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(stays.open_tally, need=1, ready=0, starts=1)
+        time.sleep(0.2)
+        assert not begun.done()
+        stops.ask_to_stop()
+        with pytest.raises(Interrupted):
+            begun.result(timeout=30.0)

@@ -22,7 +22,7 @@ from ycore.errors import ConfigError
 from ycore.judge.declaration import JUDGE_PREFIX, with_declarations
 from ycore.launch import device_memory, engines, machine_checks
 from ycore.launch.device_memory import rank_strategy
-from ycore.launch.layout import Machine, Site, visible_gpus
+from ycore.launch.layout import Machine, Site, sharding_named, visible_gpus
 from ycore.models.model_facts import ModelFacts, hub_id_of
 from ycore.plan.devices import Fleet, device_called, measured_core
 from ycore.plan.memory import Workload, workload_of
@@ -80,6 +80,9 @@ def make_run_plan(
         if tokens is not None and tokens < 1:
             raise ConfigError(f"{name} must be 1 or more; it is {tokens}; e.g. 256")
     config = _with_judge(config, judge)
+    if config.accelerate is not None:
+        sharding = sharding_named(config.accelerate)
+        config = config.model_copy(update={"accelerate": sharding})
     known = cache(device_memory.facts_here)
 
     def check(strategy: RunConfig, fleet: Fleet) -> None:

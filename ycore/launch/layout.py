@@ -555,6 +555,13 @@ def _first_of_slurm() -> str:
     return answer.stdout.split()[0]
 
 
+def sharding_named(accelerate: str) -> Sharding:
+    """Return the sharding of `--accelerate`, a name or a file; ConfigError for a file that is none of accelerate's."""
+    if accelerate in SHARDINGS:
+        return accelerate
+    return Layout(accelerate=_read_accelerate_file(Path(accelerate).expanduser())).sharding
+
+
 def _layout_from_file(
     path: Path, config: BaseConfig, machine: Machine, *, dtype: Dtype
 ) -> Layout:

@@ -103,14 +103,17 @@ class Peers:
         self._num_meetings: Counter[str] = Counter()
 
     def open_tally(self, *, need: int, ready: int, starts: int) -> Tally:
-        """Begin a round in which every rank needs `need` groups; this one has `ready` of them and starts `starts`."""
+        """Begin a round in which every rank needs `need` groups; this one has `ready` of them and starts `starts`.
+
+        Interrupted where another rank, which then does not come, was asked to stop.
+        """
         self._num_rounds += 1
         if self.rank == 0 and self._num_rounds > 2:
             self._store.delete_key(f"round{self._num_rounds - 2}")
         tally = Tally(self._store, f"round{self._num_rounds}", need=need * self.world)
         tally.add(kept=ready, in_flight=starts, drawn=starts)
         # No rank reads counts to which another has not yet added.
-        self._gather("beginning a round", None)
+        self._gather("beginning a round", None, may_stop=True)
         return tally
 
     async def meet(self, *, stopping: bool, name: str = "meeting") -> bool:
@@ -165,7 +168,7 @@ class Peers:
         tables = self._gather("adding up", list(values))
         return [float(sum(column)) for column in zip(*tables, strict=True)]
 
-    def _gather(self, doing: str, value: Any) -> list[Any]:
+    def _gather(self, doing: str, value: Any, *, may_stop: bool = False) -> list[Any]:
         """Wait until every rank has come, and return the values of all; PeerError where one does not come."""
         self._num_gathered += 1
         key = f"gathered{self._num_gathered}"
@@ -175,6 +178,8 @@ class Peers:
             self._store.add(key, 1)
             while int(self._store.add(key, 0)) < self.world:
                 time.sleep(_pause_s(began))
+                if may_stop and self.stop_asked():
+                    raise Interrupted(f"a rank was asked to stop, {doing}")
                 if time.monotonic() - began > self._timeout_s:
                     raise PeerError(
                         f"rank {self.rank}: {doing} did not end: another rank did not come within "

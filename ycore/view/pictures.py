@@ -112,18 +112,7 @@ def _draw_main(axes: Any, series: Points, name: str) -> None:
 
 
 def _draw_held_out(axes: Any, metrics: Sequence[Row], name: str) -> None:
-    """Draw what evaluations measured, with their intervals where they have some."""
+    """Draw what evaluations measured."""
     steps, values = points(metrics, name)
-    if not steps:
-        return
-    spread = []
-    for end in ("low", "high"):
-        bounds = dict(zip(*points(metrics, f"{name}/{end}"), strict=True))
-        spread.append(
-            [
-                abs(bounds.get(step, value) - value)
-                for step, value in zip(steps, values, strict=True)
-            ]
-        )
-    axes.errorbar(steps, values, yerr=spread, color=GREEN, capsize=4, marker="s", linewidth=1.8,
-                  label="held out")  # fmt: skip
+    if steps:
+        axes.plot(steps, values, color=GREEN, marker="s", linewidth=1.8, label="held out")

@@ -404,7 +404,8 @@ def test_a_stream_keeps_the_engine_busy_while_a_step_trains(make: Make) -> None:
             time.sleep(0.002)
             idle += engine.in_flight == 0
         controller.next_round(step=step, num_groups=NEED)
-    assert idle <= 7, f"idle at {idle} of 70 looks"
+    # Rounds one after another are idle at all of them; on a busy machine a stream is at a few.
+    assert idle < 35, f"idle at {idle} of 70 looks"
 
 
 @pytest.mark.parametrize("last", [0, 3, 6])

@@ -181,9 +181,9 @@ def test_a_rank_that_is_killed_ends_the_run_at_once_and_is_named(
     [
         (
             "--accelerate zero4",
-            "error: --accelerate takes ddp, zero1, zero2, zero3, fsdp2 or an accelerate config file",
+            "error: --accelerate takes ddp, zero1, zero2, zero3, fsdp2, hsdp or an accelerate config file",
         ),
-        ("--accelerate fsdp2", "error: --accelerate fsdp2 needs GPUs"),
+        ("--accelerate fsdp2", "error: --accelerate fsdp2: FSDP needs GPUs"),
         (
             "--accelerate zero3",
             "error: transformers generates with the trainer's own weights",

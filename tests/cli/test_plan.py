@@ -225,7 +225,9 @@ def test_a_file_of_accelerates_is_planned_as_it_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "nodes.yaml"
-    file.write_text("distributed_type: FSDP\nnum_processes: 8\nnum_machines: 1\n")
+    file.write_text(
+        "distributed_type: FSDP\nnum_processes: 8\nnum_machines: 1\nfsdp_config: {fsdp_version: 2}\n"
+    )
     words = ["plan", "--model", "Qwen/Qwen2.5-7B-Instruct", "--devices", "8xH100", "--json"]
     assert run([*words, "--accelerate", str(file)]) == 0
     told = json.loads(capsys.readouterr().out)

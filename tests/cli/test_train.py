@@ -11,6 +11,7 @@ from ycore_cli.main import run
 from tests.tiny_model import write_tiny_model
 from ycore.config.resolve import resolve
 from ycore.data.prompts import load_prompts
+from ycore.launch.layout import Machine
 from ycore.run.claim import check_contents, claim, contents_of
 from ycore.run.files import RunFolder
 from ycore.run.resuming import publish, round_file, staging
@@ -231,6 +232,22 @@ def test_a_bad_line_ends_with_one_line(
     out, err = capfd.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("bfloat16", 2), ("float32", 0)])
+def test_kto_in_bfloat16_is_refused_under_fsdp(
+    place: Path,
+    dtype: str,
+    status: int,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two = Machine(cores=(0, 1), devices=("0", "1"))
+    monkeypatch.setattr("ycore.launch.layout.this_machine", lambda: two)
+    words = f"kto --processes 2 --accelerate fsdp2 --set dtype={dtype}"
+    assert run(line(place, words)) == status
+    if status:
+        assert "under FSDP in bfloat16; take --accelerate zero2" in capfd.readouterr().err
 
 
 def test_rloo_is_a_preset_of_the_group_algorithms(

@@ -127,7 +127,7 @@ def test_engines_may_have_devices_of_their_own() -> None:
         (device,) for device in "234567"
     ]
     site = planned_site(config(**apart), CORES)
-    assert site.rank_cores == [[0, 1]]  # one rank has them too
+    assert site.rank_cores == [(0, 1)]  # one rank has them too
     assert [slot.cores for slot in slots_of(config(**apart), site)] == [(2, 3, 4), (5, 6, 7)]
     shared = planned_site(config(), EIGHT)
     assert shared.apart is None and shared.engine_machine is shared.machine
@@ -349,6 +349,14 @@ def test_a_file_with_replicas_is_taken_as_it_says(tmp_path: Path) -> None:
     assert (found.replicas, found.sharding) == (2, "hsdp")
 
 
+@pytest.mark.parametrize("version", ["", "fsdp_config: {fsdp_version: 1}\n"])
+def test_a_file_for_fsdp_of_version_1_is_refused(tmp_path: Path, version: str) -> None:
+    """Engines and references get their weights from the shards of version 2; 1 is the default of accelerate."""
+    file = written(tmp_path, f"distributed_type: FSDP\nnum_processes: 2\n{version}")
+    with pytest.raises(ConfigError, match=r"nodes.yaml: .*say fsdp_version: 2"):
+        layout_of(config(accelerate=file), EIGHT)
+
+
 def test_replicas_times_shards_are_the_processes(tmp_path: Path) -> None:
     file = written(tmp_path, HYBRID.replace("shard_size: 4", "shard_size: 2"))
     with pytest.raises(
@@ -391,7 +399,7 @@ def test_cores_without_bfloat16_compute_in_float32_unless_told() -> None:
     )["mixed_precision"] == "no"
 
 
-PLAIN = "distributed_type: {kind}\nnum_processes: 2\nuse_cpu: {cpu}\n"
+PLAIN = "distributed_type: {kind}\nnum_processes: 2\nuse_cpu: {cpu}\nfsdp_config: {{fsdp_version: 2}}\n"
 
 
 @pytest.mark.parametrize(

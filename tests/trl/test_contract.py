@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from accelerate.utils import fsdp2_prepare_model
 from datasets import Dataset
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from transformers import AutoTokenizer
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -238,3 +240,9 @@ def test_a_reference_is_sharded_by_a_function_that_base_replaces(trainer: type[A
     assert "prepare_fsdp" in vars(sys.modules[trainer.__module__])
     assert [*inspect.signature(prepare_fsdp).parameters] == ["model", "accelerator"]
     assert [*inspect.signature(fsdp2_prepare_model).parameters] == ["accelerator", "model"]
+
+
+def test_fsdp2_begins_by_a_method_that_does_nothing_twice() -> None:
+    """`BaseTrainer.training_step` calls it before every step."""
+    assert "_get_fsdp_state" in vars(FSDPModule)
+    assert "if self._is_root is not None:" in inspect.getsource(FSDPState._lazy_init)

@@ -81,8 +81,7 @@ def make_run_plan(
             raise ConfigError(f"{name} must be 1 or more; it is {tokens}; e.g. 256")
     config = _with_judge(config, judge)
     if config.accelerate is not None:
-        sharding = sharding_named(config.accelerate)
-        config = config.model_copy(update={"accelerate": sharding})
+        config = config.model_copy(update={"accelerate": sharding_named(config.accelerate)})
     known = cache(device_memory.facts_here)
 
     def check(strategy: RunConfig, fleet: Fleet) -> None:

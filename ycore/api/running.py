@@ -165,7 +165,7 @@ def _check_examples(
         raise ConfigError(
             f"a reward model is saved whole, and --accelerate {config.accelerate} splits it; take zero2 or ddp"
         )
-    if config.algorithm == "kto" and site.layout.sharding in ("fsdp2", "hsdp"):
+    if config.algorithm == "kto" and site.layout.uses_fsdp and config.value_bytes == 2:
         raise ConfigError(
             "ycore kto fails under FSDP in bfloat16; take --accelerate zero2 or zero3"
         )

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveFloat
 from ycore.advantages import ADVANTAGES, TOKEN_ADVANTAGE, TURN_ADVANTAGE
 from ycore.config.presets import Advantage, Divergence, TrustRegion
 from ycore.config.schema import (
+    SHARDS_WEIGHTS,
     TEACHER,
     OwnFunctionName,
     Positive,
@@ -33,7 +34,7 @@ _COMPARING_ADVANTAGES = tuple(
 _CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 _PROMPT_AVERAGED_LOSSES = ("dapo", "cispo")
 _COMPLETION_LOSSES = ("gmpo", "vespo", "luspo")
-_SHARDED = ("zero1", "zero2", "zero3", "fsdp2", "hsdp")
+_SHARDED = ("zero1", "zero2", *SHARDS_WEIGHTS)
 
 
 class PolicyGradientConfig(RunConfig):
@@ -341,7 +342,7 @@ class DistillConfig(AdvantageConfig):
             raise ConfigError(
                 f"distill.beta is of the divergence js, and it is {name}; leave distill.beta out"
             )
-        if self.teaches_exactly and self.accelerate in _SHARDED[2:]:
+        if self.teaches_exactly and self.accelerate in SHARDS_WEIGHTS:
             raise ConfigError(
                 f"distill.divergence={name} reads a whole output layer, which {self.accelerate} shards; "
                 "take --accelerate zero2 or ddp, or leave it out"

@@ -22,7 +22,7 @@ from ycore.config.algorithms import (
     find_entry,
 )
 from ycore.config.presets import find_preset, preset_layer
-from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig
+from ycore.config.schema import SHARDS_WEIGHTS, AnyConfig, BaseConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import alias_value, aliases, refusal
 from ycore.config.trl_fields import coerce, familiar_options, fields_of
 from ycore.errors import ConfigError, must_be, nearest
@@ -398,7 +398,7 @@ def _check_quantize(config: AnyConfig) -> None:
         rule = "is for the frozen base of a LoRA run; leave --full out"
     elif find_algorithm(config.algorithm).trains_reward_model:
         rule = "cannot be: a reward model is saved whole; leave --quantize out"
-    elif config.accelerate in ("zero3", "fsdp2", "hsdp"):
+    elif config.accelerate in SHARDS_WEIGHTS:
         rule = (
             f"keeps the base whole on each rank, and {config.accelerate} shards it; take zero2"
         )

@@ -288,6 +288,10 @@ def _check_split(option: str, split: str | None, dataset: str | None) -> None:
         )
 
 
+SHARDS_WEIGHTS = ("zero3", "fsdp2", "hsdp")
+"""Names of `accelerate` under which no rank has a whole weight."""
+
+
 class BaseConfig(Strict):
     """The settings that every run has."""
 

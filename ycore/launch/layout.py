@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 
 from ycore import __version__
 from ycore.config.recipe_files import parse_yaml, read_yaml_file
-from ycore.config.schema import BaseConfig, RunConfig
+from ycore.config.schema import SHARDS_WEIGHTS, BaseConfig, RunConfig
 from ycore.engine.commands import split_evenly
 from ycore.errors import ConfigError, nearest
 from ycore.plan.devices import (
@@ -215,10 +215,9 @@ class Layout:
 
     @property
     def sharding(self) -> Sharding:
-        settings = self.accelerate or {}
-        if settings.get("distributed_type") == "FSDP":
+        if self.uses_fsdp:
             return "hsdp" if self.replicas > 1 else "fsdp2"
-        stage = (settings.get("deepspeed_config") or {}).get("zero_stage")
+        stage = ((self.accelerate or {}).get("deepspeed_config") or {}).get("zero_stage")
         return next((name for name in SHARDINGS if name == f"zero{stage}"), "ddp")
 
     @property
@@ -226,6 +225,10 @@ class Layout:
         """Copies of what FSDP shards."""
         sizes = (self.accelerate or {}).get("parallelism_config") or {}
         return int(sizes.get(_REPLICATE, 1))
+
+    @property
+    def uses_fsdp(self) -> bool:
+        return (self.accelerate or {}).get("distributed_type") == "FSDP"
 
     @property
     def uses_deepspeed(self) -> bool:
@@ -236,7 +239,7 @@ class Layout:
     @property
     def shards_weights(self) -> bool:
         """Whether no rank holds the whole policy."""
-        return self.sharding in ("zero3", "fsdp2", "hsdp")
+        return self.sharding in SHARDS_WEIGHTS
 
 
 ONE_RANK = Layout()
@@ -258,12 +261,12 @@ class Site:
         return self.apart or self.machine
 
     @property
-    def rank_cores(self) -> list[list[int]] | None:
+    def rank_cores(self) -> list[tuple[int, ...]] | None:
         """On a CPU each rank's share of the cores; None where ranks need not be kept apart."""
         is_alone = self.layout.accelerate is None and self.apart is None
         if self.machine.devices or is_alone:
             return None
-        return [list(cores) for cores in split_evenly(self.machine.cores, self.layout.local)]
+        return split_evenly(self.machine.cores, self.layout.local)
 
     @property
     def trainer_environment(self) -> dict[str, str]:
@@ -459,7 +462,7 @@ def layout_of(config: BaseConfig, machine: Machine, *, place: Settings | None = 
             dtype=dtype,
         )
         layout = Layout(world, num_machines, place.get("machine_rank", 0), settings | place)
-    if layout.sharding in ("fsdp2", "hsdp") and not machine.devices:
+    if layout.uses_fsdp and not machine.devices:
         raise ConfigError(
             f"--accelerate {config.accelerate}: FSDP needs GPUs: on CPU accelerate would shard nothing; {_TAKE_ZERO3}"
         )
@@ -619,6 +622,11 @@ def _read_accelerate_file(path: Path) -> Settings:
     if "distributed_type" not in settings:
         raise ConfigError(
             f"{path} is no accelerate config: it has no distributed_type; {way_out}"
+        )
+    fsdp = settings.get("fsdp_config") or {}
+    if settings["distributed_type"] == "FSDP" and fsdp.get("fsdp_version") != 2:
+        raise ConfigError(
+            f"{path}: ycore knows FSDP of version 2; say fsdp_version: 2 under fsdp_config"
         )
     return settings | place_here()
 

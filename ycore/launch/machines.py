@@ -206,10 +206,11 @@ class Machines:
             while len(places) < self.count:
                 if self.rank and not self._links:
                     self._call_first(place)
-                # Looked at first: whoever has come may have ended since, and this machine says why by itself.
-                has_ended = self.has_ended
-                if has_ended and len(places) < self.count:
-                    self._check_meeting()
+                with (
+                    self._lock
+                ):  # where all have come, this machine says by itself why another ended
+                    if len(places) < self.count:
+                        self._check_meeting()
                 now = time.monotonic()
                 if now - began > _MEET_WITHIN_S:
                     raise RunError(self._who_is_missing())

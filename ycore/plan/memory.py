@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple, get_args
 
-from ycore.config.schema import Offload, RunConfig
+from ycore.config.schema import SHARDS_WEIGHTS, Offload, RunConfig
 from ycore.models.model_facts import ModelFacts
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.plan.devices import GIB, Fleet
 from ycore.scoring.scoring import ServedModel
 
-Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp"]
+Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp"]  # the last two are FSDP's
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 
 PHASES = {JUDGE: "judge", REWARD_MODEL: "score", TEACHER: "teach"}
@@ -139,7 +139,7 @@ class Strategy:
 
     @property
     def shards_weights(self) -> bool:
-        return self.sharding in ("zero3", "fsdp2", "hsdp")
+        return self.sharding in SHARDS_WEIGHTS
 
     def num_passes(self, work: Workload) -> int:
         """Micro-batches of one rank in a step."""

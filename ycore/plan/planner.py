@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ycore.config.schema import RewardConfig, RunConfig
+from ycore.config.schema import SHARDS_WEIGHTS, RewardConfig, RunConfig
 from ycore.config.trl_arguments import derive_batch, micro_batch_sizes
 from ycore.errors import ConfigError
 from ycore.judge.declaration import JUDGE_PREFIX
@@ -277,7 +277,7 @@ def allowed_strategies(
     if config.accelerate == "hsdp":
         check_replicas(fleet.machines, most_ranks(work, fleet))
     if work.quantized:
-        shardings -= {"zero3", "fsdp2", "hsdp"}
+        shardings -= {*SHARDS_WEIGHTS}
     checkpointing = config.trl.get("gradient_checkpointing")
     allowed = [
         strategy
@@ -323,7 +323,7 @@ def strategies(
 def _cpu_bases(work: Workload, fleet: Fleet) -> Iterator[Strategy]:
     for ranks in sorted({1, most_ranks(work, fleet)}):
         slots = max(min(fleet.count, MAX_ENGINES_ON_CPU), ranks)
-        # The last two, FSDP, shard nothing on a CPU.
+        # The last two are FSDP's, which shards nothing on a CPU.
         for sharding in SHARDINGS[:-2] if ranks > 1 else SHARDINGS[:1]:
             yield Strategy(ranks, slots, sharding)
 

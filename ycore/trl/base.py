@@ -50,9 +50,9 @@ class BaseTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for parent in type(self).__mro__:
-            module = sys.modules[parent.__module__]
-            if hasattr(module, "prepare_fsdp"):  # TRL's, of a reference
-                module.__dict__["prepare_fsdp"] = shard_frozen
+            names = vars(sys.modules[parent.__module__])
+            if "prepare_fsdp" in names:  # by which TRL shards a reference
+                names["prepare_fsdp"] = shard_frozen
         super().__init__(*args, **kwargs)
         copyreg.pickle(type(self.args), _without_hub_token)
 

@@ -86,8 +86,9 @@ def draw_curve(metrics: Sequence[Row], path: Path, title: str) -> bool:
         return False
     figure = new_figure(12, 7)
     axes = figure.add_subplot()
-    held_out = HELD_OUT if has_reward else HELD_OUT_LOSS
-    _draw_held_out(axes, metrics, held_out)
+    steps, held_out = points(metrics, HELD_OUT if has_reward else HELD_OUT_LOSS)
+    if steps:
+        axes.plot(steps, held_out, color=GREEN, marker="s", linewidth=1.8, label="held out")
     if has_reward:
         _draw_main(axes, points(metrics, *REWARD), "reward")
     else:
@@ -109,10 +110,3 @@ def _draw_main(axes: Any, series: Points, name: str) -> None:
     if name == "reward" and min(values) >= 0 and max(values) <= 1:
         axes.set_ylim(-0.02, 1.02)
     axes.legend(loc="best", frameon=False, fontsize=10)
-
-
-def _draw_held_out(axes: Any, metrics: Sequence[Row], name: str) -> None:
-    """Draw what evaluations measured."""
-    steps, values = points(metrics, name)
-    if steps:
-        axes.plot(steps, values, color=GREEN, marker="s", linewidth=1.8, label="held out")

@@ -1,8 +1,9 @@
-"""How a command is read: its help in panels, and what holds for the words of every command line."""
+"""How a command is read: its help in panels, what holds for the words of every command line, and values on Tab."""
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
@@ -35,6 +36,7 @@ PANELS: Mapping[str, tuple[str, str]] = {
 }  # fmt: skip
 """Parameters of the commands, by panel: the ones of `--help`, and the ones that only `--help-all` adds."""
 
+_RUNS = {"run", "runs", "model", "replay", "teacher"}
 _EMPTY = ("--system-prompt", "--prompt", "--dataset")  # options that may be empty
 
 
@@ -45,9 +47,8 @@ class PanelCommand(TyperCommand):
 
     def make_context(self, *args: Any, **settings: Any) -> Any:
         if settings.get("resilient_parsing"):  # a Tab
-            from ycore_cli.completion import complete
-
-            complete(self)
+            for parameter in self.params:
+                parameter.__dict__["_custom_shell_complete"] = _offer_values
         return super().make_context(*args, **settings)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -106,3 +107,27 @@ class PanelCommand(TyperCommand):
                     formatter.write_dl(rows)
         if not self.shows_all:
             formatter.write(f"\n`ycore {self.name} --help-all` shows every option.\n")
+
+
+def _offer_values(context: Any, parameter: Any, incomplete: str) -> list[str]:
+    values = _values(parameter.name)
+    return [value for value in values if value.startswith(incomplete)]
+
+
+def _values(name: str) -> Sequence[str]:
+    """Return the values of a parameter; the run folders for a RUN."""
+    from ycore.config.presets import presets
+    from ycore.config.recipe_files import benchmarks, list_recipes
+    from ycore.rewards.builtin import BUILTIN, CODE
+
+    if name in _RUNS:
+        return [str(file.parent) for file in sorted(Path().glob("runs/*/run.json"))]
+    if name in ("recipe", "file"):
+        return [recipe.name for recipe in list_recipes()]
+    if name in ("reward", "eval_reward", "constraint"):
+        return [*BUILTIN, CODE]
+    if name == "preset":
+        return list(presets())
+    if name == "benchmark":
+        return list(benchmarks())
+    return ()

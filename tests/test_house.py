@@ -401,6 +401,7 @@ FOREIGN_SOURCES = {
         *("sandbox/program_pool.py", "sandbox/confined_worker.py"),
         "launch/machines.py",  # the run's own, whose messages pass the gate
         "engine/server.py",
+        *("launch/processes.py", "engine/serve.py"),  # a pair between our processes
     },
 }
 """Modules that read what others send, and the files that may import them; a name stands for what is below it."""
@@ -425,6 +426,8 @@ PARSES_OWN_JSON = {
         "placement/service.py",
         "round/peers.py",
         "engine/server.py",
+        "engine/serve.py",
+        "launch/processes.py",
         "types.py",
     ),  # our processes
     *("sandbox/level.py", "sandbox/canaries.py", "sandbox/stage.py", "sandbox/channel.py"),

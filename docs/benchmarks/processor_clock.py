@@ -74,6 +74,9 @@ def role_of(command: Sequence[str]) -> str | None:
     """Return a process's role by its command line, such as `trainer` or an engine's name; None where it has none."""
     if any(name in word for word in command for name in _HELPERS):
         return _HELPER
+    title, _, name = " ".join(command).strip().partition(" ")
+    if title == "ycore.engine.serve":  # a fork, which has its name for a title
+        return name
     if "--uds" in command:
         return Path(command[command.index("--uds") + 1]).stem
     return next((_ROLES[word] for word in command if word in _ROLES), None)

@@ -69,7 +69,7 @@ _POLL_S = 0.002  # as near to a moment as a kill should come
 _WAIT_POLL_S = 0.05
 _GUARDIAN_WITHIN_S = 10.0
 
-_ENGINES = (ENGINE_MODULE, "vllm.entrypoints.openai.api_server")
+_ENGINES = (ENGINE_MODULE, "ycore.engine.serve")
 _MODULES = {
     "trainer": ("ycore.trainer", light_trainer.MODULE),
     "reward": ("ycore.rewards.worker",),
@@ -82,6 +82,8 @@ def has_role(words: Sequence[str], role: str) -> bool:
     """Whether a process with this command line is one of the role; the launcher is the process that we started."""
     if role in _MODULES:
         return any(module in words for module in _MODULES[role])
+    if " ".join(words).startswith(f"ycore.engine.serve {role}-"):  # a fork's title
+        return True
     return any(module in words for module in _ENGINES) and any(
         f"/{role}-" in word for word in words
     )

@@ -108,11 +108,12 @@ def test_roles_are_known_by_their_command_lines() -> None:
     engine = [
         "python",
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        "ycore.engine.serve",
         "--uds",
         "/runs/a/sockets/rollout-0.sock",
     ]
     assert has_role(engine, "rollout") and not has_role(engine, "judge")
+    assert has_role(["ycore.engine.serve rollout-1", ""], "rollout")
     scripted = [
         "python",
         "-m",

@@ -21,9 +21,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
         ("python -m ycore.trainer runs/x", "trainer"),
         ("python -P -m ycore.rewards.worker", "rewards"),
         (
-            "python -m vllm.entrypoints.openai.api_server --model m --uds /tmp/x/rollout-1.sock",
+            "python -m ycore.engine.serve --model m --uds /tmp/x/rollout-1.sock",
             "rollout-1",
         ),
+        ("ycore.engine.serve rollout-0", "rollout-0"),
         ("python -m accelerate.commands.launch --config_file a -m ycore.trainer x", "helper"),
         ("VLLM::EngineCore", None),
     ],

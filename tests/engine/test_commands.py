@@ -56,7 +56,7 @@ def environment_from(variables: dict[str, str], engine: EngineSpec) -> dict[str,
 
 def test_the_command_on_cpu() -> None:
     assert engine_command(CPU) == [
-        *[sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "/models/m"],
+        *[sys.executable, "-m", "ycore.engine.serve", "--model", "/models/m"],
         *[
             "--served-model-name",
             "rollout",

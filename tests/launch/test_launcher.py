@@ -497,9 +497,9 @@ def test_a_killed_launcher_leaves_nothing(
     assert_nothing_is_left(config)
 
 
-@pytest.mark.parametrize(("restarts", "num_alerts"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize("restarts", [0, 1])
 def test_a_lost_machine_that_is_waited_for_is_no_failure_yet(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, restarts: int, num_alerts: int
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, restarts: int
 ) -> None:
     ends = [MachineLost("machine 1 (b): silent for 5 s"), None]
 
@@ -507,16 +507,13 @@ def test_a_lost_machine_that_is_waited_for_is_no_failure_yet(
         if error := ends.pop(0):
             raise error
 
-    alerts: list[LocalRun] = []
     monkeypatch.setattr(LocalRun, "work", work)
-    monkeypatch.setattr(LocalRun, "alert", lambda run: alerts.append(run))
     config = config.model_copy(update={"restarts": restarts})
     if restarts:
         assert run_worker(TRAINER, config)["status"] == "finished"
     else:
         with pytest.raises(MachineLost, match="silent"):
             run_worker(TRAINER, config)
-    assert len(alerts) == num_alerts
 
 
 def test_ctrl_c_while_a_loss_is_summed_up_ends_the_run(

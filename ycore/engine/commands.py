@@ -202,7 +202,7 @@ def engine_command(engine: EngineSpec) -> list[str]:
         *flags,
         *argument_words(engine.arguments),
     ]  # of an option that comes twice the last one counts
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
+    return [sys.executable, "-m", "ycore.engine.serve", *words]
 
 
 def engine_rank(rank: int) -> int:

@@ -39,7 +39,7 @@ from ycore.engine.server import (
 from ycore.errors import EngineError, YcoreError
 from ycore.launch.guardian import guarded
 from ycore.launch.layout import on_host, this_machine
-from ycore.launch.processes import ManagedProcess
+from ycore.launch.processes import ForkServer, ManagedProcess
 from ycore.models.fetch import fetch_named
 from ycore.run.files import RunFolder
 from ycore.run.reports import is_alive, kill_tree
@@ -68,6 +68,8 @@ class LiveEngine:
     folder: RunFolder
     _: KW_ONLY
     health_timeout_s: float
+    fork_server: ForkServer | None = None
+    """Forks its first process."""
     was_ready: bool = field(default=False, init=False)
     is_lost: bool = field(default=False, init=False)
     """Whether it is on another machine, and the run goes on without it."""
@@ -98,7 +100,9 @@ class LiveEngine:
             log=self.log,
             cores=() if self.engine.host else self.engine.cores,
             takes_beats=bool(self.engine.host),
+            fork_server=self.fork_server,
         )
+        self.fork_server = None
         self.is_ready = False
         self.started = self._polled = time.monotonic()
         self._parts: dict[str, psutil.Process] = {}
@@ -292,8 +296,12 @@ def start_engines(
     on_cpu = all(engine.on_cpu for engine in planned)
     started: list[LiveEngine] = []
     for batch in start_order(planned):
+        fork_server = _fork_server(batch, folder)
         live = [
-            LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in batch
+            LiveEngine(
+                engine, folder, health_timeout_s=health_timeout_s, fork_server=fork_server
+            )
+            for engine in batch
         ]
         watch = EngineWatch(live, start_timeout_s=start_timeout_s, say=say)
         while not (watch.are_ready or on_cpu):
@@ -312,6 +320,24 @@ def start_engines(
             mark_asleep(engine.socket, level)
         started += live
     return started
+
+
+def _fork_server(
+    engines: Sequence[commands.EngineSpec], folder: RunFolder
+) -> ForkServer | None:
+    """Return what forks the engines; None where each is better started by itself."""
+    first = engines[0]
+    kinds = {
+        (engine.on_cpu, engine.host, engine.tensor_parallel, len(engine.cores))
+        for engine in engines
+    }
+    is_vllm = "ycore.engine.serve" in commands.engine_command(first)
+    if sys.platform != "linux" or not is_vllm or len(engines) == 1:
+        return None
+    if kinds != {(True, "", 1, len(first.cores))}:
+        return None
+    environment = commands.engine_environment(first)
+    return ForkServer(environment, folder.log(first.name))
 
 
 def start_order(planned: Sequence[commands.EngineSpec]) -> list[list[commands.EngineSpec]]:

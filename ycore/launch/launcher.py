@@ -3,8 +3,6 @@
 The trainer and the engines are started by module name, never imported.
 """
 
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -35,7 +33,6 @@ from ycore.view.pictures import draw_curve
 from ycore.view.progress import RunProgress, open_progress
 from ycore.view.report import advice
 
-_ALERT_WITHIN_S = 60.0  # a tracker may wait for a network
 _say = partial(print, flush=True)
 
 TRAINER = RunKind("trainer", "ycore.trainer")
@@ -85,8 +82,7 @@ def run_worker(
                 resume = True
                 progress = _open_progress(kind, config, site.folder, num_steps)
                 run = LocalRun(kind, config, site, progress, began)
-                may_wait = num_lost < restarts
-                return run.to_its_end(machines, folder_claim, may_wait=may_wait)
+                return run.to_its_end(machines, folder_claim)
         except MachineLost as error:
             num_lost += 1
             if num_lost > restarts:
@@ -124,11 +120,8 @@ class LocalRun:
     progress: RunProgress
     began: float
 
-    def to_its_end(self, machines: Machines, folder_claim: Claim, *, may_wait: bool) -> Summary:
-        """Return the summary of a run that finishes; sum up every other end, and raise its error.
-
-        `may_wait`: a lost machine is waited for, and no failure yet.
-        """
+    def to_its_end(self, machines: Machines, folder_claim: Claim) -> Summary:
+        """Return the summary of a run that finishes; sum up every other end, and raise its error."""
         # Ctrl-C makes no other end of one that has come, while it is summed up.
         with StopRequests() as stops:
             try:
@@ -137,9 +130,8 @@ class LocalRun:
                 summary = self.sum_up("finished")
                 return summary | {"stop_asked": True} if stops.count else summary
             except (YcoreError, KeyboardInterrupt) as error:
-                is_lost = isinstance(error, MachineLost)
-                self.end(error, alerts=not (is_lost and may_wait))
-                if is_lost and stops.count:
+                self.end(error)
+                if isinstance(error, MachineLost) and stops.count:
                     raise Interrupted(str(error)) from None
                 raise
             except Exception as error:  # noqa: BLE001 -- a defect ends in one line too
@@ -220,7 +212,7 @@ class LocalRun:
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         return RunError(f"the launcher failed, which it never should: {message} (see {log})")
 
-    def end(self, error: BaseException, *, alerts: bool = True) -> None:
+    def end(self, error: BaseException) -> None:
         """Sum up a run that did not finish, as well as its folder still lets it; nothing here hides the `error`."""
         was_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
         status: Status = "interrupted" if was_stopped else "failed"
@@ -234,8 +226,6 @@ class LocalRun:
                 write_json_atomic(summary, content)
             except OSError as problem:
                 self.progress.say(f"{summary} could not be written: {problem.strerror}")
-        if alerts and not was_stopped:
-            self.alert()
 
     def sum_up(self, status: Status, *, error: BaseException | None = None) -> Summary:
         """Write summary.json, draw the curve, and return the summary."""
@@ -265,20 +255,6 @@ class LocalRun:
             _draw(config, folder, metrics, self.progress.say)
             self.progress.say(_closing_line(summary, measure))
         return summary
-
-    def alert(self) -> None:
-        """Let the run's trackers say why it failed, from a process of their own: they need what a launcher does not."""
-        if not self.config.has_trackers or self.site.layout.machine_rank:
-            return
-        try:
-            subprocess.run(
-                [sys.executable, "-m", "ycore.view.trackers", str(self.site.folder.root)],
-                timeout=_ALERT_WITHIN_S,
-                stdin=subprocess.DEVNULL,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError) as problem:
-            self.progress.say(f"trackers got no alert: {problem}")
 
 
 def limits_of(config: BaseConfig) -> TrainerLimits:

@@ -3,9 +3,13 @@
 `ManagedProcess` is one process. `RankedTrainer` shows the trainer's ranks on this machine as one process.
 """
 
+import ctypes
+import json
 import os
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 import psutil
 import yaml
@@ -31,6 +35,7 @@ from ycore.run.text import Say
 
 _TAIL_BYTES = 64 * 1024
 _BEAT_S = 1.0
+_PR_SET_CHILD_SUBREAPER = 36
 _OTHER_RANKS_WITHIN_S = 3.0
 """How long the other ranks have to end by themselves after one has failed."""
 _TORCHRUN_ENDS_WITHIN_S = 10.0
@@ -61,6 +66,7 @@ class ManagedProcess:
         log: output is appended to it; a new file is readable by its owner only.
         cores: keep the process, its threads and children on these cores (Linux).
         takes_beats: write to its standard input that this process is still there.
+        fork_server: forks it, in place of a start from the beginning.
     """
 
     is_cause = True
@@ -76,10 +82,17 @@ class ManagedProcess:
         log: Path,
         cores: Sequence[int] = (),
         takes_beats: bool = False,
+        fork_server: "ForkServer | None" = None,
     ) -> None:
         self.name = name
         self.log = log
+        self._num_killed = out_of_memory_kills()
+        self._popen: subprocess.Popen[bytes] | _Fork
         with open_private(log) as output:
+            if fork_server is not None:
+                order = {"options": command[3:], "environment": environment, "cores": cores}
+                self._popen = fork_server.fork(name, order, output)
+                return
             self._popen = subprocess.Popen(
                 list(command),
                 # Nothing that Python is told to run by name comes from the folder that the user stands in.
@@ -90,8 +103,7 @@ class ManagedProcess:
                 start_new_session=True,
             )
         if takes_beats:
-            threading.Thread(target=self._beat, daemon=True).start()
-        self._num_killed = out_of_memory_kills()
+            threading.Thread(target=self._beat, args=(self._popen,), daemon=True).start()
         if cores and sys.platform == "linux":
             # It may have ended, which the caller notices; or the container forbids it, which only costs speed.
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -106,22 +118,24 @@ class ManagedProcess:
         """None while it runs; minus the signal's number when a signal ended it."""
         return self._popen.poll()
 
-    def _beat(self) -> None:
-        assert self._popen.stdin is not None, "it is a pipe"
+    @staticmethod
+    def _beat(process: "subprocess.Popen[bytes]") -> None:
+        assert process.stdin is not None, "it is a pipe"
         with suppress(OSError):  # the process has ended
             while True:
-                os.write(self._popen.stdin.fileno(), b".")
+                os.write(process.stdin.fileno(), b".")
                 time.sleep(_BEAT_S)
 
     def send(self, number: signal.Signals) -> None:
         """Signal the process itself, and none of its children."""
         if self.exit_code is None:
-            self._popen.send_signal(number)
+            os.kill(self.pid, number)
 
     def wait(self, *, timeout_s: float) -> int | None:
         """Wait for the end and return the exit code; None when it still runs after `timeout_s`."""
-        with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while self.exit_code is None and time.monotonic() < deadline:
+            time.sleep(0.02)
         return self.exit_code
 
     def how_it_ended(self) -> str:
@@ -161,6 +175,78 @@ class ManagedProcess:
         with self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return file.read().decode(errors="replace").splitlines()
+
+
+class ForkServer:
+    """A process that imports vLLM once for several engines, and forks them as children of this process (Linux).
+
+    Args:
+        environment: with the settings of threads and memory that the engines share.
+        log: of what goes wrong before it forks.
+    """
+
+    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
+        self._num_waiting = 0
+        self._pids: dict[str, int] = {}
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _adopt_orphans(True)
+        with theirs, open_private(log) as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ycore.engine.serve", "--forks"],
+                env={**environment, "PYTHONSAFEPATH": "1"},
+                stdin=theirs.fileno(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def fork(self, name: str, order: Mapping[str, Any], output: IO[Any]) -> "_Fork":
+        """Order an engine; it is forked once vLLM is imported."""
+        message = json.dumps({"name": name, **order}).encode()
+        socket.send_fds(self._orders, [message], [output.fileno()])
+        self._num_waiting += 1
+        return _Fork(self, name)
+
+    def pid(self, name: str) -> int | None:
+        """Return the engine's process id; None before it is forked."""
+        while self._num_waiting and select.select([self._orders], [], [], 0)[0]:
+            answer = self._orders.recv(4096)
+            if not answer:  # it has ended
+                break
+            forked, pid = json.loads(answer)
+            self._pids[forked] = pid
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self._orders.close()
+                _adopt_orphans(False)
+        return self._pids.get(name)
+
+
+def _adopt_orphans(adopts: bool) -> None:
+    """Let a process below this one whose parent ends become its child, or not any longer."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts))
+
+
+class _Fork:
+    """A process that a server forks, used like a `Popen`; before, it is the server."""
+
+    def __init__(self, server: ForkServer, name: str) -> None:
+        self._server = server
+        self._name = name
+        self._exit_code: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._server.pid(self._name) or self._server.process.pid
+
+    def poll(self) -> int | None:
+        pid = self._server.pid(self._name)
+        if pid is None:
+            return self._server.process.poll()
+        if self._exit_code is None:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            self._exit_code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._exit_code
 
 
 def out_of_memory_kills() -> int:

@@ -70,7 +70,7 @@ ON_GPU = Efficiency(
 ON_CPU = Efficiency(
     training=0.40, serving=0.30, memory=0.40, passes=6.0, decode_s=0.008, sequence_s=5e-4, request_s=0.010,
     sync_s=0.13, sync_bandwidth=0.48e9, swap_s=0.0, swap_bandwidth=1e12, micro_batch_s=0.05,
-    start_s=20.0,
+    start_s=12.0,
 )  # fmt: skip
 """Fitted to the measured steps of docs/benchmarks.md."""
 

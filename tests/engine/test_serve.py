@@ -1,0 +1,113 @@
+"""Engines of a CPU are forks of one process that has imported vLLM, and behave like processes of their own."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.tiny_model import write_tiny_model
+from ycore.engine.commands import EngineSpec
+from ycore.engine.kinds import is_vllm_installed
+from ycore.errors import EngineError
+from ycore.launch.engine_watch import EngineWatch, start_engines
+from ycore.launch.guardian import RunWatch, remove_leftovers
+from ycore.run.files import RunFolder, make_private
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
+]
+WITHIN_S = 300.0
+
+
+def started(folder: RunFolder, specs: list[EngineSpec]) -> EngineWatch:
+    for path in (folder.sockets, folder.temporary, folder.logs):
+        make_private(path)
+    engines = start_engines(
+        specs,
+        folder,
+        health_timeout_s=WITHIN_S,
+        start_timeout_s=WITHIN_S,
+        say=print,
+    )
+    return EngineWatch(engines, max_restarts=1, start_timeout_s=WITHIN_S)
+
+
+def wait_until_ready(watch: EngineWatch) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not watch.are_ready:
+        watch.look()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def two_of(spec: EngineSpec, folder: RunFolder) -> list[EngineSpec]:
+    cores = sorted(os.sched_getaffinity(0))
+    return [
+        replace(
+            spec,
+            name=f"rollout-{number}",
+            socket=folder.socket(f"rollout-{number}"),
+            cores=(cores[number % len(cores)],),
+        )
+        for number in range(2)
+    ]
+
+
+def test_two_engines_are_forked_and_one_that_is_killed_is_started_again(
+    tmp_path: Path, cpu_engine: Callable[..., EngineSpec]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    model = write_tiny_model(tmp_path / "model")
+    specs = two_of(cpu_engine(folder, model), folder)
+    watch = started(folder, specs)
+    try:
+        wait_until_ready(watch)
+        leaders = [engine.processes()[0] for engine in watch.engines]
+        me = psutil.Process()
+        for leader, spec in zip(leaders, specs, strict=True):
+            assert leader.ppid() == me.pid and os.getsid(leader.pid) == leader.pid
+            assert leader.cpu_affinity() == list(spec.cores)
+            assert spec.name in " ".join(leader.cmdline())
+            assert Path(f"/proc/{leader.pid}/fd/2").resolve() == folder.log(spec.name).resolve()
+        assert not set(leaders[0].children(True)) & set(leaders[1].children(True))
+        living = {process.pid for process in RunWatch(folder.run_id).look()}
+        below = {child.pid for leader in leaders for child in leader.children(recursive=True)}
+        assert living == below | {leader.pid for leader in leaders}, "the server has ended"
+
+        leaders[0].send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + WITHIN_S
+        while (fault := watch.engines[0].find_fault()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert "killed by SIGKILL" in fault.problem
+        assert watch.engines[1].find_fault() is None
+        watch.look()
+        wait_until_ready(watch)
+        assert watch.num_restarts == 1 and leaders[1].is_running()
+    finally:
+        RunWatch(folder.run_id).kill(grace_s=0)
+        remove_leftovers(folder)
+
+
+def test_an_engine_that_does_not_start_says_why(
+    tmp_path: Path, cpu_engine: Callable[..., EngineSpec]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    model = write_tiny_model(tmp_path / "model")
+    wrong = cpu_engine(folder, model, arguments=(("no_such_option", 1),))
+    watch = started(folder, two_of(wrong, folder))
+    try:
+        with pytest.raises(
+            EngineError, match=r"rollout-\d ended with exit status 2.*no-such-option"
+        ):
+            wait_until_ready(watch)
+    finally:
+        RunWatch(folder.run_id).kill(grace_s=0)
+        remove_leftovers(folder)

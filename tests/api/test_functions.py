@@ -72,6 +72,7 @@ def test_rows_and_a_function_become_a_run(tmp_path: Path, model: Path) -> None:
     assert 0 <= measured.summary["reward"] <= 1 and len(measured.completions) == 12
 
 
+@pytest.mark.verify
 @pytest.mark.slow
 def test_a_model_is_measured_on_a_benchmark(tmp_path: Path, model: Path) -> None:
     rows = [{"question": f"{number} + 1 =", "answer": str(number + 1)} for number in range(3)]

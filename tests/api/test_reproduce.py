@@ -197,6 +197,7 @@ def test_a_sweep_runs_each_combination_once_and_compares_their_means(tmp_path: P
     assert status == 0 and said.count("mean ") == 2 and "step 1/3" not in said
 
 
+@pytest.mark.verify
 @pytest.mark.slow
 def test_the_best_of_a_sweep_goes_on_for_longer_and_the_same_command_begins_nothing_again(
     tmp_path: Path,

@@ -65,6 +65,7 @@ def test_a_mistake_is_one_line(place: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.startswith("error: ")
 
 
+@pytest.mark.verify
 def test_a_run_does_not_learn_where_nothing_can_be_learned(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

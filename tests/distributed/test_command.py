@@ -161,6 +161,7 @@ def test_a_bad_row_on_one_rank_is_one_line_and_exit_status_2(
     assert "Traceback" not in said
 
 
+@pytest.mark.verify
 def test_a_rank_that_is_killed_ends_the_run_at_once_and_is_named(
     tmp_path: Path, start: Start
 ) -> None:

@@ -282,9 +282,8 @@ def cut_host(terminal: Terminal) -> None:
     terminal.hosts[1].cut()
 
 
-@pytest.mark.parametrize(
-    "lose", [pytest.param(kill_on_host, marks=pytest.mark.verify), cut_host]
-)
+@pytest.mark.verify
+@pytest.mark.parametrize("lose", [kill_on_host, cut_host])
 def test_a_host_that_is_lost_is_started_again(
     terminal: Terminal, lose: Callable[[Terminal], None]
 ) -> None:
@@ -366,7 +365,14 @@ FAULTS: dict[Callable[[Terminal], None], tuple[int, str, str]] = {
 """Faults, with the exit status, what the terminal says where it can, and how the first machine's summary calls it."""
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=[pytest.mark.verify] * (fault in (cut_host, interrupt_twice)))
+        for fault in FAULTS
+    ],
+    ids=lambda fault: fault.__name__,
+)
 def test_whatever_ends_the_run_ends_all_of_it(
     terminal: Terminal, fault: Callable[[Terminal], None]
 ) -> None:
@@ -427,6 +433,7 @@ max_tokens: 64
 """
 
 
+@pytest.mark.verify
 def test_a_judge_elsewhere_answers_is_lost_and_comes_back(terminal: Terminal) -> None:
     """Its engines need no weights. No engine is on the trainer's machine, so the run waits."""
     (terminal.place / "judge.yaml").write_text(JUDGE_FILE)

@@ -292,7 +292,14 @@ def one_fault(machines: Machines, fault: Any, victim: int) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=[pytest.mark.verify] * (fault in (drop_packets, cut_power)))
+        for fault in FAULTS
+    ],
+    ids=lambda fault: fault.__name__,
+)
 def test_an_end_on_one_machine_is_the_end_on_all(make: Make, fault: Any) -> None:
     machines = make(2)
     machines.start(steps=10_000)
@@ -431,7 +438,8 @@ def test_a_restart_is_one_of_all_machines(make: Make, ranks: str | None) -> None
     assert "machine 1 (node1)" in machines.said(0)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.verify)])
+@pytest.mark.verify
+@pytest.mark.parametrize("victim", [0, 1])
 def test_the_others_wait_for_a_machine_that_comes_back(make: Make, victim: int) -> None:
     """The command is killed there and started again; later the network is cut for a while."""
     machines = make(2)
@@ -490,6 +498,7 @@ def test_ctrl_c_on_all_after_the_last_step_is_no_failure(make: Make) -> None:
     assert "failed" not in machines.said(0) + machines.said(1)
 
 
+@pytest.mark.verify
 def test_a_machine_that_hears_of_a_stop_after_the_last_step_lets_no_other_wait(
     make: Make,
 ) -> None:
@@ -503,6 +512,7 @@ def test_a_machine_that_hears_of_a_stop_after_the_last_step_lets_no_other_wait(
     machines.assert_nothing_is_left([0, 1])
 
 
+@pytest.mark.verify
 def test_a_rank_that_never_ends_after_a_stop_is_killed_once_others_have_ended(
     make: Make,
 ) -> None:

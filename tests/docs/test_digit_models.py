@@ -24,6 +24,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.verify
 def test_it_is_made_the_same_twice_and_reads_other_digits(
     language: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

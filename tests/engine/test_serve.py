@@ -96,6 +96,7 @@ def test_two_engines_are_forked_and_one_that_is_killed_is_started_again(
         remove_leftovers(folder)
 
 
+@pytest.mark.verify
 def test_an_engine_that_does_not_start_says_why(
     tmp_path: Path, cpu_engine: Callable[..., EngineSpec]
 ) -> None:

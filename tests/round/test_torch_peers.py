@@ -160,7 +160,10 @@ def test_groups_pass_whole_and_sums_are_everybodys(seen: Seen) -> None:
     assert positions(ranks) == list(range(6))
 
 
-@pytest.mark.parametrize("scenario", ["stopped", "stopped_while_waited_for"])
+@pytest.mark.parametrize(
+    "scenario",
+    ["stopped", pytest.param("stopped_while_waited_for", marks=pytest.mark.verify)],
+)
 def test_a_stop_on_one_rank_stops_both(tmp_path: Path, scenario: str) -> None:
     for rank in run(tmp_path, scenario)[scenario]:
         assert rank["error"] == "Interrupted"
@@ -184,6 +187,7 @@ def test_unfinished_groups_go_on_with_the_rank_that_began_them(tmp_path: Path) -
     )
 
 
+@pytest.mark.verify
 def test_in_a_stream_each_token_has_its_version_and_no_group_comes_twice(
     tmp_path: Path,
 ) -> None:

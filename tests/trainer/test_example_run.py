@@ -150,7 +150,16 @@ def test_it_learns_and_its_model_loads(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("soft_label", "margin"), [(0.7, 0.847), (0.3, 0.847), (0.5, 0.0)])
+@pytest.mark.parametrize(
+    ("soft_label", "margin"),
+    [
+        (0.7, 0.847),
+        *(
+            pytest.param(label, margin, marks=pytest.mark.verify)
+            for label, margin in ((0.3, 0.847), (0.5, 0.0))
+        ),
+    ],
+)
 def test_a_reward_model_learns_the_chance_of_a_soft_label(
     soft_label: float, margin: float, place: Path, tmp_path: Path
 ) -> None:
@@ -308,12 +317,13 @@ def test_stopped_and_gone_on_with_is_never_stopped(place: Path, tmp_path: Path) 
     assert same(adapter(RunFolder(whole).model), adapter(RunFolder(parts).model))
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     "method",
     [
         "dpo",
-        pytest.param("sft", marks=pytest.mark.verify),
-        pytest.param("reward", marks=pytest.mark.verify),
+        "sft",
+        "reward",
     ],
 )
 def test_a_stop_ends_a_measurement_and_the_run_goes_on(
@@ -452,6 +462,7 @@ def test_a_reward_model_that_is_kept_trains_on_as_it_was(
     ] == 6
 
 
+@pytest.mark.verify
 def test_a_run_without_gain_ends_early_also_where_it_was_stopped_before(
     place: Path, tmp_path: Path
 ) -> None:

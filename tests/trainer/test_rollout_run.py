@@ -216,6 +216,7 @@ def check_model(folder: RunFolder, model: Path, *, lora: bool) -> None:
         torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=0, atol=1e-4)
 
 
+@pytest.mark.verify
 def test_an_interrupted_run_leaves_a_checkpoint_and_goes_on_from_it(
     tmp_path: Path, model: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:
@@ -326,6 +327,7 @@ def test_a_run_draws_two_datasets_by_share_and_tells_their_rewards_apart(
     assert (len(drawn), sum(drawn)) == (32, 10)  # of seed 0; 25 of every hundred
 
 
+@pytest.mark.verify
 def test_datasets_of_a_run_are_played_in_the_environment_that_each_names(
     tmp_path: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:

@@ -354,6 +354,7 @@ def spread(completion_ids, log_metric, log_extra):
 """
 
 
+@pytest.mark.verify
 @pytest.mark.slow
 def test_a_run_with_files_of_ones_own_and_its_resume(
     mine: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

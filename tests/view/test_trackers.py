@@ -94,6 +94,7 @@ def settings_of(file: Path) -> dict[str, Any]:
     return settings
 
 
+@pytest.mark.verify
 @pytest.mark.slow
 def test_trackers_get_what_their_users_look_for(tmp_path: Path) -> None:
     """Evaluations as `eval/`, tags, job type, settings at the top, completions with rewards and advantages."""

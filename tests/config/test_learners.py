@@ -110,10 +110,6 @@ def test_where_every_scored_completion_teaches() -> None:
             "an advantage for each token",
         ),
         (
-            {"algorithm": "ppo", "accelerate": "zero2"},
-            "which zero2 cannot; take --accelerate ddp",
-        ),
-        (
             {"algorithm": "ppo", "quantize": "4bit"},
             "which is not tried in 4 bits; leave --quantize out",
         ),

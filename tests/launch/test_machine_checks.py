@@ -408,6 +408,22 @@ def test_what_cannot_work_is_one_line(
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n",
+        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 0}\n",
+    ],
+)
+def test_ppo_takes_no_file_of_accelerates_that_shards(text: str, tmp_path: Path) -> None:
+    """Such files passed the dry run; the names `zero2` and `fsdp2` were refused."""
+    file = tmp_path / "nodes.yaml"
+    file.write_text(text)
+    for accelerate in (str(file), "zero2", "fsdp2"):
+        with pytest.raises(ConfigError, match="apart, which DeepSpeed and FSDP cannot"):
+            check(TWO_24, algorithm="ppo", accelerate=accelerate, processes="auto")
+
+
 def test_a_sync_takes_as_much_shared_memory_as_is_asked_for(tmp_path: Path) -> None:
     """The second sync over the first, each with a header of a few kilobytes in each file."""
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(8)))

@@ -34,7 +34,6 @@ _COMPARING_ADVANTAGES = tuple(
 _CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 _PROMPT_AVERAGED_LOSSES = ("dapo", "cispo")
 _COMPLETION_LOSSES = ("gmpo", "vespo", "luspo")
-_SHARDED = ("zero1", "zero2", *SHARDS_WEIGHTS)
 
 
 class PolicyGradientConfig(RunConfig):
@@ -248,11 +247,6 @@ class PPOConfig(PolicyGradientConfig):
         super().check()
         refuse_dataset_advantages(self)
         refuse_teachers(self)
-        if self.accelerate in _SHARDED or self.trl.get("deepspeed") or self.trl.get("fsdp"):
-            raise ConfigError(
-                f"ycore ppo clips and warms up its critic apart, which {self.accelerate or 'deepspeed or fsdp'} "
-                "cannot; take --accelerate ddp"
-            )
         if self.quantize is not None:
             raise ConfigError(
                 "ycore ppo shares the policy's base with its critic, which is not tried in 4 bits; leave --quantize out"

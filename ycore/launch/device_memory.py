@@ -27,6 +27,7 @@ from ycore.plan.memory import (
     Strategy,
     TrainerMemory,
     trainer_memory,
+    usual_length,
     workload_of,
 )
 from ycore.plan.sharing import (
@@ -62,15 +63,6 @@ def facts_here(location: str, *, name: str | None = None) -> ModelFacts | None:
             None if config.keys() & _UNUSUAL_KEYS else facts_of(config, name=name or location)
         )
     return None
-
-
-def usual_length(context: int | None, *, new_tokens: int) -> int:
-    """Return the longest prompt plus completion in tokens, where the user names none.
-
-    It is 4096, or the longest completion and 2048 for its prompt, and no more than the model's context.
-    """
-    usual = max(4096, new_tokens + 2048)
-    return min(context or usual, usual)
 
 
 def slot_width(models: Sequence[ServedModel]) -> int:

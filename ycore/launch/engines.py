@@ -24,12 +24,12 @@ from ycore.launch.device_memory import (
     facts_here,
     max_sequences,
     slot_width,
-    usual_length,
 )
 from ycore.launch.layout import ONE_RANK, Site, machine_of
 from ycore.models.fetch import fetch_model
 from ycore.models.names import context_length, resolve_model
 from ycore.placement.placement import JUDGE, ROLLOUT
+from ycore.plan.memory import usual_length
 from ycore.plan.sharing import DeviceSharing
 from ycore.run.files import RunFolder, read_json
 from ycore.run.reports import RUN_MARKER

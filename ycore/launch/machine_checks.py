@@ -60,6 +60,11 @@ def _check_options(config: RunConfig, site: Site, kind: EngineKind) -> None:
         batch = derive_batch(config, world_size=layout.world, on_cpu=not site.machine.devices)
         if config.sampling.max_staleness:
             _check_ahead(config, batch, kind)
+    cuts_up = layout.uses_deepspeed or layout.uses_fsdp
+    if config.algorithm == "ppo" and (cuts_up or {"deepspeed", "fsdp"} & config.trl.keys()):
+        raise ConfigError(
+            "ycore ppo clips and warms up its critic apart, which DeepSpeed and FSDP cannot; take --accelerate ddp"
+        )
     if config.engine.rebalance and not _can_move(config, site):
         raise ConfigError(
             "engine.rebalance needs engine.devices, --max-staleness 1 or more, one machine, and --accelerate ddp without "

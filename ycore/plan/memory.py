@@ -26,7 +26,6 @@ PHASES = {JUDGE: "judge", REWARD_MODEL: "score", TEACHER: "teach"}
 PROMPT_TOKENS = 256
 """The length of a prompt where none is given."""
 
-MAX_CONTEXT = 4096
 _VERDICT_TOKENS = 128
 _DYNAMIC_DRAWS = 1.5
 """Groups drawn for each one kept, before anything is measured (DAPO, arXiv 2503.14476, 3.2)."""
@@ -177,6 +176,15 @@ OFFLOADED = {
 }
 
 
+def usual_length(context: int | None, *, new_tokens: int) -> int:
+    """Return the longest prompt plus completion in tokens, where the user names none.
+
+    It is 4096, or the longest completion and 2048 for its prompt, and no more than the model's context.
+    """
+    usual = max(4096, new_tokens + 2048)
+    return min(context or usual, usual)
+
+
 def workload_of(
     config: RunConfig,
     policy: ModelFacts,
@@ -191,7 +199,6 @@ def workload_of(
     By default a mean prompt has 256 tokens, a verdict at most 128, and
     a completion the most. A reward model or a teacher reads what the policy has read and written, and writes nothing.
     """
-    context = policy.context_length or MAX_CONTEXT
     prompt_tokens = prompt_tokens or PROMPT_TOKENS
     judge_role = JUDGE if scorer is None else scorer.role
     verdict_tokens = 0 if scorer is None else scorer.max_new_tokens
@@ -203,7 +210,8 @@ def workload_of(
         prompt_tokens=prompt_tokens,
         completion_tokens=min(completion_tokens or config.max_tokens, config.max_tokens),
         max_tokens=config.max_tokens,
-        max_model_len=config.engine.max_model_len or min(context, MAX_CONTEXT),
+        max_model_len=config.engine.max_model_len
+        or usual_length(policy.context_length, new_tokens=config.max_tokens),
         lora_rank=None if config.lora is None else config.lora.r,
         quantized=config.quantize is not None,
         bytes_per_value=config.value_bytes,
@@ -536,7 +544,9 @@ def engine_needs(work: Workload, strategy: Strategy) -> Mapping[str, EngineNeed]
             strategy.judge_tensor_parallel,
             _sequences(work, strategy.all_slots * strategy.engines_per_slot(work.judge_role)),
             tokens,
-            max(tokens, min(work.judge.context_length or MAX_CONTEXT, MAX_CONTEXT)),
+            usual_length(
+                work.judge.context_length, new_tokens=work.max_tokens + work.judge_tokens
+            ),
         )
     return needs
 

@@ -1,5 +1,6 @@
 """Engines of a CPU are forks of one process that has imported vLLM, and behave like processes of their own."""
 
+import asyncio
 import os
 import signal
 import time
@@ -11,8 +12,10 @@ import psutil
 import pytest
 
 from tests.tiny_model import write_tiny_model
+from ycore.engine import SamplingParams
 from ycore.engine.commands import EngineSpec
 from ycore.engine.kinds import is_vllm_installed
+from ycore.engine.vllm_engine import VllmEngine
 from ycore.errors import EngineError
 from ycore.launch.engine_watch import EngineWatch, start_engines
 from ycore.launch.guardian import RunWatch, remove_leftovers
@@ -47,17 +50,57 @@ def wait_until_ready(watch: EngineWatch) -> None:
         time.sleep(0.1)
 
 
-def two_of(spec: EngineSpec, folder: RunFolder) -> list[EngineSpec]:
-    cores = sorted(os.sched_getaffinity(0))
+def two_of(spec: EngineSpec, folder: RunFolder, *, num_threads: int = 1) -> list[EngineSpec]:
+    cores = sorted(os.sched_getaffinity(0)) * num_threads
     return [
         replace(
             spec,
             name=f"rollout-{number}",
             socket=folder.socket(f"rollout-{number}"),
-            cores=(cores[number % len(cores)],),
+            cores=tuple(cores[number : number + num_threads]),
         )
         for number in range(2)
     ]
+
+
+@pytest.mark.verify
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_forks_with_two_threads_answer(
+    tmp_path: Path, cpu_engine: Callable[..., EngineSpec]
+) -> None:
+    """A fork of a process whose threads have worked would wait for them for ever."""
+    folder = RunFolder(tmp_path / "run")
+    spec = cpu_engine(folder, write_tiny_model(tmp_path / "model"))
+    watch = started(folder, two_of(spec, folder, num_threads=2))
+    try:
+        wait_until_ready(watch)
+        for engine in watch.engines:
+            client = VllmEngine(
+                engine.name, engine.socket, SamplingParams(max_tokens=8), request_timeout_s=60
+            )
+            answer = asyncio.run(asyncio.wait_for(client.complete([5, 6, 7], 1), 120))
+            assert answer.token_ids
+    finally:
+        RunWatch(folder.run_id).kill(grace_s=0)
+        remove_leftovers(folder)
+
+
+@pytest.mark.verify
+def test_a_server_that_dies_before_it_forks_ends_the_start(
+    tmp_path: Path, cpu_engine: Callable[..., EngineSpec]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    spec = cpu_engine(folder, write_tiny_model(tmp_path / "model"))
+    watch = started(folder, two_of(spec, folder))
+    try:
+        (server,) = {engine.processes()[0].pid for engine in watch.engines}
+        time.sleep(1.0)
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(EngineError, match="rollout-0 ended with killed by SIGKILL"):
+            wait_until_ready(watch)
+    finally:
+        RunWatch(folder.run_id).kill(grace_s=0)
+        remove_leftovers(folder)
 
 
 def test_two_engines_are_forked_and_one_that_is_killed_is_started_again(

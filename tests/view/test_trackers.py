@@ -174,7 +174,7 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
     figures = json.loads((tmp_path / "measured" / "eval.json").read_text())
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     told = {name: value for row in history_of(file) for name, value in row.items()}
-    assert told["eval/pass@1"] == figures["pass@1"] and told["train/global_step"] == 0
+    assert told["eval/pass@1"] == figures["pass@1"]
     (page_run,) = [record.run for record in records_of(file) if record.HasField("run")][:1]
     assert page_run.job_type == "eval" and "eval" in page_run.tags
     assert settings_of(file)["num_samples"] == 2

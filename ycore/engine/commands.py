@@ -45,6 +45,9 @@ _OTHERS = re.compile(
 REPEATABLE = "YCORE_ENGINE_REPEATS"
 """The environment variable of an engine on a CPU whose answers must not depend on its batch."""
 
+_WITH_COUNTERS = ("disable_log_stats", False)
+"""The argument of an engine that answers /metrics."""
+
 T = TypeVar("T")
 _SECRET_ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 
@@ -167,7 +170,8 @@ def engine_command(engine: EngineSpec) -> list[str]:
         **_ROLE_OPTIONS[engine.role],
     }
     # Counters for /metrics take an eighth of the server's work on an answer, and nobody reads them.
-    flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-log-stats"]
+    flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
+    flags += [] if _WITH_COUNTERS in engine.arguments else ["--disable-log-stats"]
     if engine.tensor_parallel > 1:
         options["--tensor-parallel-size"] = engine.tensor_parallel
     elif engine.on_cpu:
@@ -337,6 +341,8 @@ def argument_words(arguments: Iterable[tuple[str, Any]]) -> list[str]:
     """Return words of vLLM's command line: a switch, several words of a list, JSON of a mapping; nothing for None."""
     words: list[str] = []
     for name, value in arguments:
+        if (name, value) == _WITH_COUNTERS:  # whose option is left out, as vLLM has none
+            continue
         option = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")

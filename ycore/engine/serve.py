@@ -1,7 +1,8 @@
 """Serve a model with vLLM: `python -m ycore.engine.serve`, with the options of vLLM's own server.
 
 Importing vLLM takes 7 s of a core. The engines of a CPU start as forks of one process that has imported it: with `--forks`
-as its first word it forks one for every order that comes over its standard input, a socket (`launch.processes.ForkServer`).
+as its first word this module forks an engine for every order that comes over its standard input, a socket of
+`launch.processes.ForkServer`.
 """
 
 import gc
@@ -35,19 +36,20 @@ def _become_ordered_engine() -> None:
         message, files, _, _ = socket.recv_fds(orders, 2**18, 1)
         if not message:
             os._exit(0)
+        order = json.loads(message)
         if os.fork():
-            os.wait()
+            if os.wait()[1]:
+                os._exit(1)
             os.close(files[0])
-        elif os.fork():
+        elif pid := os.fork():
+            orders.send(json.dumps([order["name"], pid]).encode())
             os._exit(0)  # the launcher adopts the engine
         else:
             break
     while os.getppid() != launcher:
         time.sleep(0.001)
     os.setsid()
-    order = json.loads(message)
     setproctitle(f"ycore.engine.serve {order['name']}")
-    orders.send(json.dumps([order["name"], os.getpid()]).encode())
     os.dup2(os.open(os.devnull, os.O_RDONLY), orders.detach())
     for output in (1, 2):
         os.dup2(files[0], output)

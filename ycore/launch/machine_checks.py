@@ -61,7 +61,9 @@ def _check_options(config: RunConfig, site: Site, kind: EngineKind) -> None:
         if config.sampling.max_staleness:
             _check_ahead(config, batch, kind)
     cuts_up = layout.uses_deepspeed or layout.uses_fsdp
-    if config.algorithm == "ppo" and (cuts_up or {"deepspeed", "fsdp"} & config.trl.keys()):
+    if config.algorithm == "ppo" and (
+        cuts_up or config.trl.get("deepspeed") or config.trl.get("fsdp")
+    ):
         raise ConfigError(
             "ycore ppo clips and warms up its critic apart, which DeepSpeed and FSDP cannot; take --accelerate ddp"
         )

@@ -203,22 +203,24 @@ class ForkServer:
     def fork(self, name: str, order: Mapping[str, Any], output: IO[Any]) -> "_Fork":
         """Order an engine; it is forked once vLLM is imported."""
         message = json.dumps({"name": name, **order}).encode()
-        socket.send_fds(self._orders, [message], [output.fileno()])
+        with suppress(OSError):  # it has ended, as `pid` finds out
+            socket.send_fds(self._orders, [message], [output.fileno()])
         self._num_waiting += 1
         return _Fork(self, name)
 
     def pid(self, name: str) -> int | None:
         """Return the engine's process id; None before it is forked."""
         while self._num_waiting and select.select([self._orders], [], [], 0)[0]:
-            answer = self._orders.recv(4096)
-            if not answer:  # it has ended
-                break
-            forked, pid = json.loads(answer)
-            self._pids[forked] = pid
-            self._num_waiting -= 1
+            try:
+                forked, pid = json.loads(self._orders.recv(4096))
+                self._pids[forked] = pid
+                self._num_waiting -= 1
+            except (OSError, ValueError):  # it has ended
+                self._num_waiting = 0
             if not self._num_waiting:
                 self._orders.close()
                 _adopt_orphans(False)
+                self.process.wait()
         return self._pids.get(name)
 
 
@@ -244,7 +246,10 @@ class _Fork:
         if pid is None:
             return self._server.process.poll()
         if self._exit_code is None:
-            ended, status = os.waitpid(pid, os.WNOHANG)
+            try:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:  # not adopted yet, or somebody else has taken its status
+                return None if psutil.pid_exists(pid) else 1
             self._exit_code = os.waitstatus_to_exitcode(status) if ended else None
         return self._exit_code
 

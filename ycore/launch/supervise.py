@@ -156,6 +156,10 @@ class Supervisor:
         self.progress.say(
             f"{error}; resuming from the newest checkpoint ({self._num_restarts} of {self.limits.restarts})"
         )
+        while not self.engines.are_ready:  # one that is forked meanwhile would be killed
+            self.engines.look()
+            self._look(0)
+            time.sleep(_POLL_S)
         engines = [process.pid for process in self.engines.processes()]
         RunWatch(self.folder.run_id, keep=engines).kill(grace_s=0)
         forget_reports(self.folder)

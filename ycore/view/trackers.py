@@ -112,30 +112,15 @@ class TrackerPage(TrainerCallback):
 def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, float]) -> None:
     """Open a page for an evaluation in wandb, with its settings, its figures and its completions.
 
-    The figures are named as those of evaluations in a run, and stand at the step of the model that was measured.
+    The figures are named as those of evaluations in a run.
     """
     rows = _evaluated_completions(folder)
     numbers = {f"eval/{name}": value for name, value in figures.items()}
-    step = _step_of_model(Path(config.model).expanduser())
     if wandb := _wandb(_tracker_names(config)):
         with _tolerate_failure():
             _open(wandb, config, folder)
-            wandb.log(numbers | {"eval/completions": _as_table(wandb, rows), _STEP: step})
+            wandb.log(numbers | {"eval/completions": _as_table(wandb, rows)})
             wandb.finish()
-
-
-def _step_of_model(folder: Path) -> int:
-    """Return the step of a run's model or checkpoint; 0 of every other model."""
-    if folder.name.startswith("checkpoint-"):
-        return int(folder.name.removeprefix("checkpoint-"))
-    for file, key in (
-        (folder / "evaluation.json", "step"),
-        (folder / "summary.json", "steps"),
-        (folder.parent / "summary.json", "steps"),
-    ):
-        if file.is_file():
-            return int(read_json(file).get(key) or 0)
-    return 0
 
 
 def _tracker_names(config: BaseConfig) -> Sequence[str]:

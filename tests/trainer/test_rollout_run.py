@@ -454,7 +454,7 @@ def ask(messages):
         return json.load(reply)["choices"][0]["message"]
 
 seed = int(os.environ["YCORE_SEED"])
-if seed % 4 == 0:
+if seed % 4 == 2:  # some of this run's seeds in each of its two steps
     sys.exit(3)
 messages = [{"role": "user", "content": "go" * (1 + seed % 3)}]
 messages.append(ask(messages))

@@ -4,7 +4,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ycore.engine.commands import EngineSpec
 from ycore.engine.kinds import is_vllm_installed
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.errors import EngineError
+from ycore.launch import processes
 from ycore.launch.engine_watch import EngineWatch, start_engines
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.run.files import RunFolder, make_private
@@ -29,17 +31,22 @@ pytestmark = [
 WITHIN_S = 300.0
 
 
-def started(folder: RunFolder, specs: list[EngineSpec]) -> EngineWatch:
+@contextmanager
+def started(folder: RunFolder, specs: list[EngineSpec]) -> Iterator[EngineWatch]:
     for path in (folder.sockets, folder.temporary, folder.logs):
         make_private(path)
-    engines = start_engines(
-        specs,
-        folder,
-        health_timeout_s=WITHIN_S,
-        start_timeout_s=WITHIN_S,
-        say=print,
-    )
-    return EngineWatch(engines, max_restarts=1, start_timeout_s=WITHIN_S)
+    try:
+        engines = start_engines(
+            specs,
+            folder,
+            health_timeout_s=WITHIN_S,
+            start_timeout_s=WITHIN_S,
+            say=print,
+        )
+        yield EngineWatch(engines, max_restarts=1, start_timeout_s=WITHIN_S)
+    finally:
+        RunWatch(folder.run_id).kill(grace_s=0)
+        remove_leftovers(folder)
 
 
 def wait_until_ready(watch: EngineWatch) -> None:
@@ -71,8 +78,7 @@ def test_forks_with_two_threads_answer(
     """A fork of a process whose threads have worked would wait for them for ever."""
     folder = RunFolder(tmp_path / "run")
     spec = cpu_engine(folder, write_tiny_model(tmp_path / "model"))
-    watch = started(folder, two_of(spec, folder, num_threads=2))
-    try:
+    with started(folder, two_of(spec, folder, num_threads=2)) as watch:
         wait_until_ready(watch)
         for engine in watch.engines:
             client = VllmEngine(
@@ -80,9 +86,6 @@ def test_forks_with_two_threads_answer(
             )
             answer = asyncio.run(asyncio.wait_for(client.complete([5, 6, 7], 1), 120))
             assert answer.token_ids
-    finally:
-        RunWatch(folder.run_id).kill(grace_s=0)
-        remove_leftovers(folder)
 
 
 @pytest.mark.verify
@@ -91,16 +94,33 @@ def test_a_server_that_dies_before_it_forks_ends_the_start(
 ) -> None:
     folder = RunFolder(tmp_path / "run")
     spec = cpu_engine(folder, write_tiny_model(tmp_path / "model"))
-    watch = started(folder, two_of(spec, folder))
-    try:
+    with started(folder, two_of(spec, folder)) as watch:
         (server,) = {engine.processes()[0].pid for engine in watch.engines}
         time.sleep(1.0)
         os.kill(server, signal.SIGKILL)
         with pytest.raises(EngineError, match="rollout-0 ended with killed by SIGKILL"):
             wait_until_ready(watch)
-    finally:
-        RunWatch(folder.run_id).kill(grace_s=0)
-        remove_leftovers(folder)
+
+
+def test_orphans_are_adopted_until_the_last_engine_has_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine is an orphan once the process between it and the server has ended, for which the server waits."""
+    seen: list[tuple[bool, int | None]] = []
+    monkeypatch.setattr(
+        processes,
+        "_adopt_orphans",
+        lambda adopts: seen.append((adopts, server.process.returncode if seen else None)),
+    )
+    server = processes.ForkServer(dict(os.environ), tmp_path / "log")
+    with (tmp_path / "engine").open("w") as output:
+        order = {"options": ["--help"], "environment": {}, "cores": []}
+        fork = server.fork("rollout-0", order, output)
+    deadline = time.monotonic() + WITHIN_S
+    while len(seen) == 1:
+        fork.poll()
+        assert time.monotonic() < deadline
+    assert seen == [(True, None), (False, 0)], "adopts, the exit status of the server"
 
 
 def test_two_engines_are_forked_and_one_that_is_killed_is_started_again(
@@ -109,8 +129,7 @@ def test_two_engines_are_forked_and_one_that_is_killed_is_started_again(
     folder = RunFolder(tmp_path / "run")
     model = write_tiny_model(tmp_path / "model")
     specs = two_of(cpu_engine(folder, model), folder)
-    watch = started(folder, specs)
-    try:
+    with started(folder, specs) as watch:
         wait_until_ready(watch)
         leaders = [engine.processes()[0] for engine in watch.engines]
         me = psutil.Process()
@@ -134,9 +153,6 @@ def test_two_engines_are_forked_and_one_that_is_killed_is_started_again(
         watch.look()
         wait_until_ready(watch)
         assert watch.num_restarts == 1 and leaders[1].is_running()
-    finally:
-        RunWatch(folder.run_id).kill(grace_s=0)
-        remove_leftovers(folder)
 
 
 @pytest.mark.verify
@@ -146,12 +162,10 @@ def test_an_engine_that_does_not_start_says_why(
     folder = RunFolder(tmp_path / "run")
     model = write_tiny_model(tmp_path / "model")
     wrong = cpu_engine(folder, model, arguments=(("no_such_option", 1),))
-    watch = started(folder, two_of(wrong, folder))
-    try:
-        with pytest.raises(
+    with (
+        started(folder, two_of(wrong, folder)) as watch,
+        pytest.raises(
             EngineError, match=r"rollout-\d ended with exit status 2.*no-such-option"
-        ):
-            wait_until_ready(watch)
-    finally:
-        RunWatch(folder.run_id).kill(grace_s=0)
-        remove_leftovers(folder)
+        ),
+    ):
+        wait_until_ready(watch)

@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import sys
-import time
 from contextlib import suppress
 
 
@@ -30,7 +29,6 @@ def _become_ordered_engine() -> None:
     """Fork an engine for each order, a child of the launcher, and return in the engine alone."""
     from setproctitle import setproctitle
 
-    launcher = os.getppid()
     orders = socket.socket(fileno=0)
     while True:
         message, files, _, _ = socket.recv_fds(orders, 2**18, 1)
@@ -46,13 +44,12 @@ def _become_ordered_engine() -> None:
             os._exit(0)  # the launcher adopts the engine
         else:
             break
-    while os.getppid() != launcher:
-        time.sleep(0.001)
     os.setsid()
     setproctitle(f"ycore.engine.serve {order['name']}")
     os.dup2(os.open(os.devnull, os.O_RDONLY), orders.detach())
     for output in (1, 2):
         os.dup2(files[0], output)
+    os.close(files[0])
     os.environ.update(order["environment"])
     with suppress(OSError):  # a container forbids it, which only costs speed
         os.sched_setaffinity(0, order["cores"])

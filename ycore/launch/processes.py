@@ -203,7 +203,7 @@ class ForkServer:
     def fork(self, name: str, order: Mapping[str, Any], output: IO[Any]) -> "_Fork":
         """Order an engine; it is forked once vLLM is imported."""
         message = json.dumps({"name": name, **order}).encode()
-        with suppress(OSError):  # it has ended, as `pid` finds out
+        with suppress(OSError):  # the server has ended, as `pid` finds out
             socket.send_fds(self._orders, [message], [output.fileno()])
         self._num_waiting += 1
         return _Fork(self, name)
@@ -219,8 +219,8 @@ class ForkServer:
                 self._num_waiting = 0
             if not self._num_waiting:
                 self._orders.close()
+                self.process.wait()  # which it does for the parent of the last engine
                 _adopt_orphans(False)
-                self.process.wait()
         return self._pids.get(name)
 
 
@@ -230,7 +230,7 @@ def _adopt_orphans(adopts: bool) -> None:
 
 
 class _Fork:
-    """A process that a server forks, used like a `Popen`; before, it is the server."""
+    """A process that a server forks, used like a `Popen`. Until it is forked, its process is the server's."""
 
     def __init__(self, server: ForkServer, name: str) -> None:
         self._server = server
@@ -248,9 +248,10 @@ class _Fork:
         if self._exit_code is None:
             try:
                 ended, status = os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:  # not adopted yet, or somebody else has taken its status
+            except ChildProcessError:  # not adopted yet, or its status was taken elsewhere
                 return None if psutil.pid_exists(pid) else 1
-            self._exit_code = os.waitstatus_to_exitcode(status) if ended else None
+            if ended:
+                self._exit_code = os.waitstatus_to_exitcode(status)
         return self._exit_code
 
 

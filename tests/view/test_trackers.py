@@ -13,6 +13,7 @@ import pytest
 
 from tests.tiny_model import write_tiny_model
 from ycore.config.resolve import resolve
+from ycore.errors import ConfigError
 from ycore.run.files import RunFolder
 from ycore.view.trackers import TrackerPage, tell_evaluation
 
@@ -26,11 +27,34 @@ SMALL = {
 }
 
 
+TRACKIO = """
+import json, trackio
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = trackio.Api().runs("sums")
+rows = SQLiteStorage.get_logs("sums", run.name)
+told = {"name": run.name}
+told["logged"] = sorted({name for row in rows for name in row})
+told["steps"] = [row["train/global_step"] for row in rows if "train/reward" in row]
+print(json.dumps(told))
+"""
+
+
+def trackio_page(place: Path) -> dict[str, Any]:
+    """The one page of the project `sums`, read in a process of its own, because trackio keeps its folder."""
+    words = [sys.executable, "-c", TRACKIO]
+    done = subprocess.run(
+        words, env=environment(place), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
 def environment(place: Path) -> dict[str, str]:
     """Of trackers that write in `place`."""
     own = {
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(place),
+        "TRACKIO_DIR": str(place / "trackio"),
     }
     return {**os.environ, **own, "HF_HUB_OFFLINE": "1"}
 
@@ -99,10 +123,13 @@ def settings_of(file: Path) -> dict[str, Any]:
 def test_trackers_get_what_their_users_look_for(tmp_path: Path) -> None:
     """Evaluations as `eval/`, tags, job type, settings at the top, completions with rewards and advantages."""
     pytest.importorskip("wandb")
+    pytest.importorskip("trackio")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     output = tmp_path / "run"
     sizes = {"--steps": 3, "--prompts-per-step": 2, "--group-size": 2, "--output": output}
     tracked = {
-        "--report-to": "wandb",
+        "--report-to": "wandb,trackio,tensorboard",
         "--project": "sums",
         "--eval-dataset": "task:addition?digits=1&size=8",
         "--eval-every": 3,
@@ -151,6 +178,13 @@ def test_trackers_get_what_their_users_look_for(tmp_path: Path) -> None:
             and texts == ["", "", ""]
         )
     assert "did not take" not in (output / "logs" / "trainer.log").read_text()
+
+    page = trackio_page(tmp_path)
+    assert page["name"] == "run", "one page, named like the folder"
+    assert {"train/reward", "eval/pass@1"} <= set(page["logged"])
+
+    events = EventAccumulator(str(next(output.rglob("events.out.tfevents.*")).parent)).Reload()
+    assert "eval/pass@1" in events.Tags()["scalars"]
 
 
 @pytest.mark.slow
@@ -257,6 +291,9 @@ def test_a_resumed_run_goes_on_with_its_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
+    pytest.importorskip("trackio")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     model, output = write_tiny_model(tmp_path / "model"), tmp_path / "run"
     options = {
         "--model": model,
@@ -268,13 +305,15 @@ def test_a_resumed_run_goes_on_with_its_pages(
         "--group-size": 2,
         "--max-tokens": 6,
         "--engine": "transformers",
-        "--report-to": "wandb",
+        "--report-to": "wandb,tensorboard,trackio",
         "--project": "sums",
     }
     words = [str(word) for option, value in options.items() for word in (option, value)]
     monkeypatch.setenv("WANDB_RUN_GROUP", "family")
     run(["grpo", *words], tmp_path)
     run(["grpo", "--resume", "--output", output, "--steps", 3], tmp_path)
+    page = trackio_page(tmp_path)
+    assert (page["name"], page["steps"]) == ("run", [1, 2, 3])
 
     # A second file of the same page, whose id is the folder's.
     files = sorted(
@@ -301,6 +340,14 @@ def test_a_resumed_run_goes_on_with_its_pages(
     assert b"ycore/time/round" in told and b"frac_reward_zero_std" in told
     assert b"sums" in told and b"ycore/config" in told and b"prompts_per_step" in told
 
+    found = tmp_path.rglob("events.out.tfevents.*")
+    events = min(found, key=lambda path: path.stat().st_mtime)
+    scalars = EventAccumulator(str(events)).Reload()
+    assert "train/ycore/time/train" in scalars.Tags()["scalars"]
+    assert [round(event.value, 4) for event in scalars.Scalars("train/reward")] == [
+        round(row["reward"], 4) for row in rows[:2]
+    ]
+
 
 @pytest.mark.parametrize("trl", [{}, {"report_to": "none"}, {"report_to": ["none"]}])
 def test_a_run_without_trackers_has_a_page_of_none(tmp_path: Path, trl: dict[str, Any]) -> None:
@@ -310,3 +357,15 @@ def test_a_run_without_trackers_has_a_page_of_none(tmp_path: Path, trl: dict[str
     )
     handler: Any = SimpleNamespace(callbacks=[])
     TrackerPage(RunFolder(tmp_path), handler, config)
+
+
+@pytest.mark.parametrize("names", ["trackio", ["tensorboard", "trackio"]])
+def test_an_evaluation_refuses_trackers_that_would_get_nothing(names: Any) -> None:
+    """It sent them nothing, and did not say so."""
+    with pytest.raises(
+        ConfigError, match=r"wandb alone, not .*trackio.*; say --report-to wandb"
+    ):
+        resolve(
+            options={"algorithm": "eval", "model": "m", "dataset": "d", "rewards": ["length"]}
+            | {"output": "o", "trl": {"report_to": names}}
+        )

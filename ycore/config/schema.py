@@ -757,6 +757,11 @@ class EvalConfig(RunConfig):
 
     def check(self) -> None:
         super().check()
+        trackers = self.trl.get("report_to") or ""
+        if self.has_trackers and "wandb" not in trackers and "all" not in trackers:
+            raise ConfigError(
+                f"ycore eval sends its figures to wandb alone, not {trackers}; say --report-to wandb"
+            )
         if not self.pairs:
             return
         if self.has_turns:

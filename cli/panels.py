@@ -36,7 +36,6 @@ PANELS: Mapping[str, tuple[str, str]] = {
 }  # fmt: skip
 """Parameters of the commands, by panel: the ones of `--help`, and the ones that only `--help-all` adds."""
 
-_RUNS = {"run", "runs", "model", "replay", "teacher"}
 _EMPTY = ("--system-prompt", "--prompt", "--dataset")  # options that may be empty
 
 
@@ -110,8 +109,7 @@ class PanelCommand(TyperCommand):
 
 
 def _offer_values(context: Any, parameter: Any, incomplete: str) -> list[str]:
-    values = _values(parameter.name)
-    return [value for value in values if value.startswith(incomplete)]
+    return [value for value in _values(parameter.name) if value.startswith(incomplete)]
 
 
 def _values(name: str) -> Sequence[str]:
@@ -120,7 +118,7 @@ def _values(name: str) -> Sequence[str]:
     from ycore.config.recipe_files import benchmarks, list_recipes
     from ycore.rewards.builtin import BUILTIN, CODE
 
-    if name in _RUNS:
+    if name in ("run", "runs", "model", "replay", "teacher"):
         return [str(file.parent) for file in sorted(Path().glob("runs/*/run.json"))]
     if name in ("recipe", "file"):
         return [recipe.name for recipe in list_recipes()]

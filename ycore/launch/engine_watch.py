@@ -331,13 +331,11 @@ def _fork_server(
         (engine.on_cpu, engine.host, engine.tensor_parallel, len(engine.cores))
         for engine in engines
     }
-    is_vllm = "ycore.engine.serve" in commands.engine_command(first)
-    if sys.platform != "linux" or not is_vllm or len(engines) == 1:
+    is_served_by_vllm = "ycore.engine.serve" in commands.engine_command(first)
+    can_fork = is_served_by_vllm and kinds == {(True, "", 1, len(first.cores))}
+    if sys.platform != "linux" or not can_fork or len(engines) == 1:
         return None
-    if kinds != {(True, "", 1, len(first.cores))}:
-        return None
-    environment = commands.engine_environment(first)
-    return ForkServer(environment, folder.log(first.name))
+    return ForkServer(commands.engine_environment(first), folder.log(first.name))
 
 
 def start_order(planned: Sequence[commands.EngineSpec]) -> list[list[commands.EngineSpec]]:

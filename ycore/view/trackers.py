@@ -35,7 +35,6 @@ _MAX_COMPLETIONS = 1000  # of an evaluation, in a table
 _MAX_LOGGED = 16  # completions of a round, in a table
 _MAX_LETTERS = 4000  # of a prompt or a completion of a round
 _MAX_TAG = 64  # letters, by wandb's rule
-_COMPLETIONS = "completions"  # TRL's name of its table
 _STEP = "train/global_step"  # as transformers names it, and the numbers beside it
 
 
@@ -96,7 +95,7 @@ class TrackerPage(TrainerCallback):
         if not rows or not state.is_world_process_zero:
             return
         with _tolerate_failure():
-            self._wandb.log({_COMPLETIONS: _as_table(self._wandb, rows), _STEP: step})
+            self._wandb.log({"completions": _as_table(self._wandb, rows), _STEP: step})
 
     def close(self) -> None:
         """Send completions before and after training, to the same prompts. On the first rank only."""
@@ -174,8 +173,7 @@ def _tags(folder: RunFolder) -> list[str]:
     """Return the user's own tags, algorithm and model."""
     config = read_json(folder.config).get("config", {})
     model = Path(config.get("model", "")).name
-    own_tags = os.environ.get("WANDB_TAGS", "").split(",")
-    tags = [*own_tags, config.get("algorithm", ""), model]
+    tags = [*os.environ.get("WANDB_TAGS", "").split(","), config.get("algorithm", ""), model]
     shortened = [tag.replace(",", " ").strip()[:_MAX_TAG] for tag in tags]
     return list(dict.fromkeys(filter(None, shortened)))
 

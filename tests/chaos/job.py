@@ -159,7 +159,7 @@ class Job:
             "--steps": self.steps,
             "--prompts-per-step": 4,
             "--group-size": 4,
-            "--max-tokens": 12,
+            "--max-tokens": 96 if self.has_world else 12,
             "--engine": self.engine,
             "--learning-rate": 1e-3,
             "--per-device-train-batch-size": 4 // self.ranks,
@@ -197,8 +197,6 @@ class Job:
             *told,
             "--max-turns",
             "4",
-            "--max-tokens",
-            "96",
             *(word for key in keys for word in ("--set", key)),
         ]
 

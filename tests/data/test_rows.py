@@ -470,6 +470,13 @@ def test_the_plan_counts_answers_that_are_worked_solutions_without_a_mark(
     assert note.startswith("1 x answer is a long text")
 
 
+def test_an_answer_in_a_thousand_lists_is_a_refused_row(tmp_path: Path) -> None:
+    row = f'{{"prompt": "Q?", "answer": {"[" * 900}3{"]" * 900}}}\n'
+    (tmp_path / "a.jsonl").write_text(row)
+    with pytest.raises(DataError, match=r"'answer' nests too deep in row 0"):
+        prompts(tmp_path / "a.jsonl")
+
+
 def test_one_turn_needs_no_list(tmp_path: Path) -> None:
     row = {"prompt": user("Q?"), "chosen": said("a"), "rejected": said("b")}
     (pair,) = examples(write_jsonl(tmp_path / "a.jsonl", [row]), "dpo").train

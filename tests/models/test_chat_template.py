@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ycore.errors import ModelError
 from ycore.models.names import ChatTemplate
 
 SOURCE = (
@@ -22,6 +23,14 @@ def write(folder: Path, template: object) -> Path:
     settings = {"chat_template": template, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+@pytest.mark.parametrize("templates", [[None], [["default", SOURCE]], [{"name": "default"}]])
+def test_templates_without_a_name_or_a_template_are_a_damaged_model(
+    templates: object, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match="save the model again"):
+        ChatTemplate.of(write(tmp_path, templates))
 
 
 @pytest.mark.parametrize("template", [SOURCE, [{"name": "default", "template": SOURCE}]])

@@ -60,7 +60,7 @@ def _own_network(line: list[str]) -> list[str]:
 
 MUTATIONS = [
     Mutation("no filter", "memfd: memory of no process", _no_filter),
-    Mutation("no change of user", "three times the threads", _steps(uid=None), "root"),
+    Mutation("no change of user", "root again by a set-user program", _steps(uid=None), "root"),
     Mutation(
         "inherited environment", "a secret in its own environment", _inherited_environment
     ),

@@ -7,7 +7,7 @@ With given examples, a step takes batch_size rows.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,12 +227,11 @@ def _token_budget(on_cpu: bool) -> int:
 
 def _micro_batches(local: int, most: int, *, group: int = 1) -> list[int]:
     """The divisors of a rank's share up to `most` that keep groups whole or cut them evenly, the largest first."""
-    fitting = {
+    return [
         size
-        for size in _divisors(local)
-        if size <= most and (size % group == 0 or group % size == 0)
-    }
-    return sorted(fitting | {1}, reverse=True)
+        for size in range(max(min(local, most), 1), 0, -1)
+        if local % size == 0 and (size % group == 0 or group % size == 0)
+    ]
 
 
 def _split(local: int, size: int | None, accumulation: int | None) -> tuple[int, int]:
@@ -240,13 +239,6 @@ def _split(local: int, size: int | None, accumulation: int | None) -> tuple[int,
     if size is None:
         size = max(1, local // (accumulation or 1))
     return size, max(1, local // size) if accumulation is None else accumulation
-
-
-def _divisors(number: int) -> Iterator[int]:
-    for small in range(1, math.isqrt(number) + 1):
-        if number % small == 0:
-            yield small
-            yield number // small
 
 
 def _multiples(number: int, factor: int) -> str:

@@ -538,7 +538,12 @@ class RowReader:
         """Count answers that rewards cannot compare, or hardly."""
         if self.answer is None:
             return
-        golds = golds_of(row.cell(self.answer))
+        try:
+            golds = golds_of(row.cell(self.answer))
+        except RecursionError:
+            raise DataError(
+                f"{self.answer!r} nests too deep in {row.place}; flatten it"
+            ) from None
         if not golds:
             self.notes[
                 f"{self.answer} is empty, or has none of the keys {', '.join(GOLD_KEYS)}: "

@@ -278,9 +278,13 @@ class ChatTemplate:
         elif (file := folder / "chat_template.json").is_file():
             source = read_settings(file).get("chat_template")
         if isinstance(source, list):
-            source = next(
-                (item["template"] for item in source if item["name"] == "default"), None
-            )
+            try:
+                templates = {item["name"]: item["template"] for item in source}
+            except (TypeError, KeyError):
+                raise ModelError(
+                    f"a template of {folder} has no name or no template; save the model again"
+                ) from None
+            source = templates.get("default")
         named = {**read_settings(folder / "special_tokens_map.json"), **settings}
         tokens = {
             name: token["content"] if isinstance(token, Mapping) else str(token)

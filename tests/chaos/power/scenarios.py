@@ -15,7 +15,8 @@ from tests.chaos.power.recording import (
 )
 from tests.chaos.results import Difference, Result, compare, read_result
 from tests.chaos.runs import Run, Setting, leftovers
-from ycore.config.schema import RunConfig, TuneConfig
+from ycore.config.algorithms import find_entry
+from ycore.config.schema import BaseConfig
 from ycore.errors import RunError
 from ycore.run.files import RunFolder, read_json
 from ycore.run.resuming import round_file
@@ -45,7 +46,7 @@ class Phase:
 
     first: int
     words: Words
-    config: RunConfig | TuneConfig
+    config: BaseConfig
     result: Result
 
 
@@ -116,7 +117,7 @@ def record(name: str, parts: Sequence[Part], setting: Setting) -> Recording:
         setting,
         environment={**setting.environment, **recording_environment(library, root, log)},
     )
-    starts: list[tuple[int, Part, RunConfig | TuneConfig, Result]] = []
+    starts: list[tuple[int, Part, BaseConfig, Result]] = []
     for part in parts:
         first = len(read_log(log, root)) if log.is_file() else 0
         run = Run(recorded, resumed(part.words, root / RUN), root / RUN)
@@ -143,10 +144,10 @@ def _follow(run: Run, part: Part) -> None:
         )
 
 
-def config_of(folder: RunFolder) -> RunConfig | TuneConfig:
+def config_of(folder: RunFolder) -> BaseConfig:
     """The settings in a run's run.json."""
     values = read_json(folder.config)["config"]
-    return (RunConfig if "engine" in values else TuneConfig).model_validate(values)
+    return find_entry(values["algorithm"]).config.model_validate(values)
 
 
 def resumed(words: Words, output: Path) -> list[str]:

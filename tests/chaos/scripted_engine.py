@@ -50,7 +50,7 @@ class Faults:
     late: float = 0.0
     late_s: float = 2.0
     stale_from: int | None = None
-    """The load, counted from 0, from which on weights are no longer taken."""
+    """The load from which on weights are no longer taken; the load 0 is that of the model's own, at the start."""
 
     def of_call(self, number: int) -> str | None:
         """`close`, `error`, `late` or None."""
@@ -91,7 +91,7 @@ class ScriptedEngine:
     """By the request's id, what tells it to come back as far as it is."""
 
     version: str = "default"
-    num_loads: int = 0
+    num_loads: int = 1
     num_calls: int = field(default=0)
     asleep: set[str] = field(default_factory=set)
     """What of the memory sleeps: `weights`, `kv_cache`."""
@@ -346,6 +346,7 @@ class Server:
             self._engine.load(self._engine.model)
         if method == "load_policy":
             self._engine.load(Path(arguments["weights_path"]))
+        if method in ("load_policy", "held_policy"):
             return {"results": [self._engine.read_back()]}
         return {"results": [None]}
 

@@ -102,7 +102,7 @@ def test_a_completion_that_is_aborted_is_the_beginning_of_the_whole_one(
     async def ask(engine: VllmEngine, *, aborts: bool) -> list[Completion]:
         await engine.load_weights(shared(model, tmp_path / "weights", version=0), 0)
         asked = [asyncio.ensure_future(engine.complete([7], seed)) for seed in range(4)]
-        await asyncio.sleep(1.8)  # between the first token of each and the last of the shortest
+        await asyncio.sleep(4.5)  # between the first token of each and the last of the shortest
         if aborts:
             await engine.abort()
         answers = await asyncio.gather(*asked)
@@ -110,7 +110,7 @@ def test_a_completion_that_is_aborted_is_the_beginning_of_the_whole_one(
         return answers
 
     whole = asyncio.run(ask(start(), aborts=False))
-    parts = asyncio.run(ask(start(token_s=1.0), aborts=True))
+    parts = asyncio.run(ask(start(token_s=3.0), aborts=True))
     assert {one.finish_reason for one in parts} == {"abort"}
     for part, one in zip(parts, whole, strict=True):
         assert part.token_ids == one.token_ids[: len(part.token_ids)] and 1 <= len(

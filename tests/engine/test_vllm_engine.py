@@ -174,6 +174,28 @@ def test_sums_that_are_not_the_trainers_are_a_sync_error(
         sync(socket, weights, lambda path: says_version("3", path, held))
 
 
+@pytest.mark.parametrize(
+    ("version", "first", "num_calls"),
+    [(0, HELD, 1), (0, HELD[:2], 2), (0, [[*HELD[0][:4], 8, 8], *HELD[1:]], 2), (3, HELD, 1)],
+    ids=["the same", "too few are known", "others", "a trained version"],
+)
+def test_a_first_version_that_the_engine_has_read_itself_is_not_loaded(
+    socket: Path, tmp_path: Path, version: int, first: object, num_calls: int
+) -> None:
+    """One call asks for the sums of what it holds, and another loads; a trained version is loaded without asking."""
+    write_manifest(tmp_path, version, SUMS)
+    answers: list[object] = []
+
+    async def answer(path: str) -> tuple[int, bytes]:
+        if path == "/collective_rpc":
+            answers.append(HELD if answers else first)
+            return await says_version("", path, answers[-1])
+        return await says_version(str(version), path)
+
+    engine = sync(socket, tmp_path, answer, version=version, min_verified=0.0)
+    assert (len(answers), engine.version, engine.verified_share) == (num_calls, version, 1.0)
+
+
 def test_weights_that_were_not_written_are_not_sent(
     socket: Path, weights: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -90,22 +91,20 @@ class VllmEngine(Server, Engine):
     ) -> Completion:
         version = self.version
         request_id = uuid.uuid4().hex
-        sampling = {
-            "seed": seed,
-            **asdict(self._sampling),
-            **({"temperature": 0.0} if greedy else {}),
-            **({} if max_tokens is None else {"max_tokens": max_tokens}),
-            "logprobs": 0,
-        }
+        sampling = {**asdict(self._sampling), "seed": seed, "logprobs": 0}
+        if greedy:
+            sampling["temperature"] = 0.0
+        if max_tokens is not None:
+            sampling["max_tokens"] = max_tokens
         if prompt is not None:
             return await self._complete_seen(prompt_ids, prompt, sampling, version)
         request = {
             "request_id": request_id,
             "model": self._model,
             "prompt": list(prompt_ids),
+            "return_token_ids": True,
             **sampling,
         }
-        request["return_token_ids"] = True
         self._request_ids.add(request_id)
         try:
             answer = await self.request("POST", "/v1/completions", request)
@@ -221,24 +220,36 @@ class VllmEngine(Server, Engine):
         """Have the process load the weights, and compare each tensor's sums with those read back from the model."""
         sums = read_manifest(folder, version=version)
         sums = {name: sums[name] for name in sums if not name.startswith(NOT_LOADED)}
-        if has_adapters(sums):
-            await self._load_adapters(await self._path_there(folder))
-            workers = await self._call("held_policy")
-        elif self.source is not None:
-            workers = await self._load_by_bucket(self.source, folder, sums)
-        else:
-            path = await self._path_there(folder)
-            workers = await self._call("load_policy", weights_path=path)
-        pieces = [piece for worker in workers for piece in worker or ()]
-        try:
-            self.verified_share = check_read_back(sums, pieces, at_least=self._min_verified)
-        except SyncError as error:
-            raise SyncError(f"{self.name}: policy version {version}: {error}") from None
+        # What slept may have sums of memory that is lost.
+        may_hold = version == 0 and self._sleeping is None
+        if not (may_hold and await self._holds(sums)):
+            pieces = await self._load(folder, sums)
+            try:
+                self.verified_share = check_read_back(sums, pieces, at_least=self._min_verified)
+            except SyncError as error:
+                raise SyncError(f"{self.name}: policy version {version}: {error}") from None
         await self._forget_prefixes()
         if self._sight is not None:  # features of pictures are cached by the pictures' hashes
             await self.request_once("POST", "/reset_mm_cache")
             await self.request_once("POST", "/reset_encoder_cache")
         await self.request_once("POST", "/update_weight_version", {"new_version": str(version)})
+
+    async def _holds(self, sums: Mapping[str, TensorSums]) -> bool:
+        """Tell whether the process has all these weights already: it may have read them from the model's folder."""
+        with suppress(SyncError):
+            self.verified_share = check_read_back(sums, await self._call("held_policy"))
+            return True
+        return False
+
+    async def _load(self, folder: Path, sums: Mapping[str, TensorSums]) -> list[Piece]:
+        """Have the process load the weights; return the sums of what it then holds."""
+        if has_adapters(sums):
+            await self._load_adapters(await self._path_there(folder))
+            return await self._call("held_policy")
+        if self.source is not None:
+            return await self._load_by_bucket(self.source, folder, sums)
+        path = await self._path_there(folder)
+        return await self._call("load_policy", weights_path=path)
 
     async def _forget_prefixes(self) -> None:
         """Drop the keys and values that earlier weights left; vLLM refuses while a request still holds some."""
@@ -252,17 +263,15 @@ class VllmEngine(Server, Engine):
             f"loaded new ones: /reset_prefix_cache answered {answer}; resume the run"
         )
 
-    async def _call(self, method: str, **arguments: Any) -> list[list[Piece] | None]:
-        """Call a method of the process's workers; return the result of each."""
+    async def _call(self, method: str, **arguments: Any) -> list[Piece]:
+        """Call a method of the process's workers; return what all return."""
         call = {"method": method, "kwargs": arguments}
-        answers: list[list[Piece] | None] = (
-            await self.request_once("POST", "/collective_rpc", call)
-        )["results"]
-        return answers
+        answer = await self.request_once("POST", "/collective_rpc", call)
+        return [piece for pieces in answer["results"] for piece in pieces or ()]
 
     async def _load_by_bucket(
         self, source: WeightSource, folder: Path, sums: Mapping[str, TensorSums]
-    ) -> list[list[Piece] | None]:
+    ) -> list[Piece]:
         """Have the process copy the weights from the trainer's memory, one bucket after another."""
         bucket = Bucket(source, sums, folder / f"{self.name}.bucket")
         await self._call("open_bucket", handle=bucket.handle, num_bytes=bucket.num_bytes)

@@ -269,7 +269,7 @@ def draw_pictures(
     seeds: Sequence[int],
     *,
     firsts: Sequence[int] = (),
-    weights: Weights | None = None,
+    weights: Weights | None,
 ) -> DrawnPictures:
     """Draw a picture of each class, with `weights` instead of the policy's own; noise and steps are on the CPU."""
 

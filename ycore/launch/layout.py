@@ -471,7 +471,7 @@ def layout_of(config: BaseConfig, machine: Machine, *, place: Settings | None = 
 
 
 def accelerate_config(
-    name: Sharding, *, processes: int, on_cpu: bool, dtype: Dtype, num_machines: int = 1
+    name: Sharding, *, processes: int, on_cpu: bool, dtype: Dtype, num_machines: int
 ) -> Settings:
     """Return the content of the file for `accelerate launch --config_file`."""
     run_settings: Settings = {

@@ -71,8 +71,8 @@ def share_device(
     options: Sequence[SharingOption],
     *,
     device_bytes: float,
-    free_bytes: float | None = None,
-    share: float | None = None,
+    free_bytes: float | None,
+    share: float | None,
 ) -> DeviceSharing:
     """Take the first of `options` in which all fits, else the last, which leaves engines most.
 
@@ -90,7 +90,10 @@ def share_device(
             break
     split.check()
     shares = {
-        role: [memory_share(engine, device_bytes) for engine in engines]
+        role: [
+            min(DEVICE_SHARE, math.ceil(1000 * (engine.awake - _CONTEXT) / device_bytes) / 1000)
+            for engine in engines
+        ]
         for role, engines in split.engines.items()
     }
     return DeviceSharing(split.sleeps, split.offload, shares, split.line)
@@ -242,10 +245,6 @@ def share_unknown(
     if trains:
         line += f"; {_describe(sleeps, offload)}"
     return DeviceSharing(sleeps, offload, shares, line)
-
-
-def memory_share(engine: EngineMemory, device_bytes: float) -> float:
-    return min(DEVICE_SHARE, math.ceil(1000 * (engine.awake - _CONTEXT) / device_bytes) / 1000)
 
 
 def _divide_share(

@@ -97,7 +97,7 @@ def fetch_answer(
     url: str,
     body: Mapping[str, Any] | None = None,
     *,
-    headers: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None,
     timeout_s: float,
     max_bytes: int,
 ) -> AddressAnswer:

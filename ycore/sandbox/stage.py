@@ -229,7 +229,7 @@ def _num_tasks_of(uid: int) -> int:
     return count
 
 
-def give_up_rights(uid: int | None, *, keep: int | None = None) -> None:
+def give_up_rights(uid: int | None, *, keep: int | None) -> None:
     """Become `uid` and its group where this is root, and keep no capability but `keep` (a number).
 
     PermissionError where a right that this takes is missing; nothing has been changed then.

@@ -61,7 +61,7 @@ def build_trainer(
     model: Path,
     tokenizer: PreTrainedTokenizerBase,
     callbacks: Sequence[TrainerCallback],
-    world_size: int = 1,
+    world_size: int,
     examples: ExampleSet | None = None,
 ) -> Any:
     """Build the trainer of a run; one with rollouts still needs its `rounds`.

@@ -396,7 +396,10 @@ def test_a_conversation_without_a_question(value: list[Any]) -> None:
         ({"role": "", "content": "hi"}, "a turn has role and content"),
         ({}, "has nothing"),
         ({"role": "user", "content": " "}, "turn 1 of 'prompt' is empty in row 0"),
-        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "ends with an assistant"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]},
+            "ends with an assistant",
+        ),
     ],
 )
 def test_turns_that_are_none(turn: Any, found: str) -> None:

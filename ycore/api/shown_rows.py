@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Sequence
-from itertools import islice, takewhile
+from itertools import islice
+from os.path import commonprefix
 from typing import Any
 
 from ycore.config.schema import RunConfig
 from ycore.data.examples import ExampleSet
 from ycore.data.prompts import PromptSet, load_prompts
+from ycore.data.rows import REASONING_COLUMNS
 from ycore.errors import DataError, ModelError
 from ycore.models.names import ChatTemplate, ModelPlan, resolve_model
 from ycore.types import Content, JsonObject, Prompt, Record, said
@@ -18,7 +20,7 @@ _WIDTH = 68
 _MAX_LINES = 3
 _MEASURED_ROWS = 16  # whose length stands for all
 _TOKEN_CHARACTERS = 4  # a rough mean, for the forecast of seconds alone
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+_BESIDE = ("tools", "functions", "function_calls")  # keys of a turn
 
 
 def rows_read(
@@ -96,7 +98,7 @@ def _lines_of(text: str) -> list[str]:
 def reading_warnings(reading: Record, *, has_tools: bool) -> list[str]:
     """Name what the rows say and the model does not get, a line each."""
     lines = [
-        f"the column {name} is not used, which other trainers read; rename it to what it is, or remove it"
+        f"the column {name} is not used, and its name says that it matters; rename it to what it is, or remove it"
         for name in reading["expected"]
     ]
     lines += [
@@ -177,9 +179,7 @@ class _RowWriter:
             for name, label in _ANSWERS.items()
             if name in example
         }
-        texts = [prompt, *answers.values()]
-        letters = zip(*texts, strict=False)
-        shared = sum(1 for _ in takewhile(lambda at: len(set(at)) == 1, letters))
+        shared = len(commonprefix([prompt, *answers.values()]))  # noqa: RUF071 (letter by letter)
         written = {"asked": prompt[:shared]} | {
             label: text[shared:] for label, text in answers.items()
         }
@@ -200,20 +200,29 @@ class _RowWriter:
 
     def _note_lost(self, turns: Sequence[Record], tools: Sequence[Record], text: str) -> None:
         words = " ".join(text.split())
+
+        def is_lost(value: Any) -> bool:
+            return " ".join(str(value or "").split()) not in words
+
         for turn in turns:
-            calls = [call.get("function", call) for call in turn.get("tool_calls") or ()]
-            if not all(str(call.get("name", "")) in text for call in calls):
-                self.lost.add(f"the tool_calls of the {turn['role']}")
+            role = turn["role"]
+            if not _are_named(turn.get("tool_calls") or (), text):
+                self.lost.add(f"the tool_calls of the {role}")
+            self.lost.update(
+                f"{key} of the {role}" for key in _BESIDE if is_lost(turn.get(key))
+            )
             content = turn.get("content")
             if isinstance(content, str):
                 # Templates drop earlier thinking on purpose.
                 content = " ".join(content.rpartition("</think>")[2].split())
                 if content not in words and json.dumps(content)[1:-1] not in text:
-                    self.lost.add(f"what the {turn['role']} says")
-        for key in _REASONING:
-            value = turns[-1].get(key) if turns else None
-            if isinstance(value, str) and " ".join(value.split()) not in words:
-                self.lost.add(f"{key} of the answer")
-        for tool in tools:
-            if str(tool.get("function", tool).get("name", "")) not in text:
-                self.lost.add("the row's tools")
+                    self.lost.add(f"what the {role} says")
+        answer = turns[-1] if turns else {}
+        parts = [key for key in REASONING_COLUMNS if is_lost(answer.get(key))]
+        self.lost.update(f"{key} of the answer" for key in parts)
+        if not _are_named(tools, text):
+            self.lost.add("the row's tools")
+
+
+def _are_named(entries: Sequence[Record], text: str) -> bool:
+    return all(str(entry.get("function", entry).get("name", "")) in text for entry in entries)

@@ -28,6 +28,7 @@ class Table:
     Attributes:
         lines: The line of each row in its file.
         folder: Where relative paths of pictures begin; None where a row may name no file (a dataset of the hub).
+        fills_keys: The objects of a column all have the same keys, with null where a row lacks one, as in Arrow.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Table:
     columns: tuple[str, ...]
     lines: Sequence[int] | None = None
     folder: Path | None = None
+    fills_keys: bool = False
 
     def row(self, number: int) -> "TableRow":
         return TableRow(self.rows[number], self, number)
@@ -83,6 +85,19 @@ class TableRow:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
 
+    def own_cell(self, column: str) -> Any:
+        """Return a cell without the keys that only other rows have."""
+        value = self.cell(column)
+        return _without_nulls(value) if self.table.fills_keys else value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
 
 # -- cells -------------------------------------------------------------------------------------------------------------
 
@@ -113,14 +128,16 @@ GOLD_KEYS = (
 
 _CALLS = ("function_call", "tool_call")
 _TURN_KEYS = frozenset({"role", "from", "content", "value"})
-_WEIGHT_KEYS = frozenset({"weight", "train", "training", "trainable", "loss", "loss_mask"})
+_WEIGHT_KEYS = frozenset(
+    {"weight", "train", "training", "trainable", "train_detail", "loss", "loss_mask"}
+)
 _ROLES_LISTED = ", ".join(ROLES)
-_BEGINS_TURN = re.compile(r"\s*+\[?\s*+\{\s*+['\"](?:role|from|content|value)['\"]\s*+:")
-_NAMES_WRITER = re.compile(
+_BEGINS_TURN = r"\s*+\[?\s*+\{\s*+['\"](?:role|from|content|value)['\"]\s*+:"
+_NAMES_WRITER = (
     r"""(?=(?s:.{0,999}?)['"](?:content|value)\\*['"]\s*+:)"""
     rf"""(?s:.{{0,500}}?)['"](?:role|from)\\*['"]\s*+:[\s'"\\]*+(?:{"|".join(ROLES)})['"\\]"""
 )
-_SPEAKER = re.compile(r"(Human|Assistant):")
+_SPEAKER = r"(?<!\s)(?P<gap>\s*+)(?P<speaker>Human|Assistant):"
 
 
 def content_of(row: TableRow, column: str, aliases: dict[str, str]) -> Content:
@@ -148,7 +165,7 @@ def content_of(row: TableRow, column: str, aliases: dict[str, str]) -> Content:
 
 def listed_cell(row: TableRow, column: str) -> Any:
     """Return a cell as it stands, but turns in a text and a turn without a list as a list."""
-    value = row.cell(column)
+    value = row.own_cell(column)
     if isinstance(value, str):
         may_list = value.lstrip().startswith(("[", "{", '"[', '"{', "array("))
         return (may_list and _parse_turns(value, column, row)) or value
@@ -174,7 +191,7 @@ def _parse_turns(text: str, column: str, row: TableRow) -> list[Any] | None:
     listed = value if isinstance(value, list) else [value]
     if listed and all(map(_is_turn, listed)):
         return listed
-    if not (_NAMES_WRITER.match(text) or (value is None and _BEGINS_TURN.match(text))):
+    if not (re.match(_NAMES_WRITER, text) or (value is None and re.match(_BEGINS_TURN, text))):
         return None
     raise DataError(
         f"{column!r} holds turns in {row.place}, and cannot be read as JSON that lists them: {text[:40]!r}; "
@@ -194,7 +211,7 @@ def _turn(turn: Any, label: str, row: TableRow, aliases: dict[str, str]) -> Mess
         raise DataError(
             f"{label} is {type(turn).__name__} in {row.place}; a turn is an object with role and content"
         )
-    name = turn.get("from") if turn.get("role") is None else turn["role"]
+    name = turn.get("role") or turn.get("from")
     content = turn.get("value") if turn.get("content") is None else turn["content"]
     content = _without_blocks(content, label, row)
     rest = {
@@ -204,20 +221,27 @@ def _turn(turn: Any, label: str, row: TableRow, aliases: dict[str, str]) -> Mess
     }
     if not isinstance(name, str) or not name:
         raise DataError(_not_a_turn(turn, label, row))
-    role = ROLES.get(name) or ROLES.get(name.strip().lower())
+    role = ROLES.get(name.strip().lower())
     if role is None:
         raise DataError(
             f"{label} has the role {name!r} in {row.place}; the roles are {_ROLES_LISTED}: rename it, or remove the row"
         )
     if role != name:
         aliases[name] = role
-    if rest:
-        _refuse_weights(rest, role, label, row)
-    if isinstance(rest.get("tool_calls"), str):
-        calls = _calls(rest.pop("tool_calls") or "[]", label, row)
-        rest |= {"tool_calls": calls} if calls else {}
+    for key in (
+        _WEIGHT_KEYS & rest.keys()
+    ):  # they take an answer out of the loss; a weight of 1 says nothing
+        weight = rest.pop(key)
+        if role == "assistant" and weight not in (1, True, "1"):
+            raise DataError(
+                f"{label} has {key} {weight!r} in {row.place}, and answers are trained on by their place alone (the last, "
+                f"or all with --assistant-only-loss); remove the key {key}, or cut the conversation after its last answer"
+            )
+    calls = rest.pop("function_call", rest.pop("tool_calls", None))
     if name in _CALLS:
-        return {"role": role, "content": "", **rest, "tool_calls": _calls(content, label, row)}
+        calls, content = content, ""
+    if listed := (calls or name in _CALLS) and _calls(calls, label, row):
+        rest["tool_calls"] = listed
     if not isinstance(content, str) and not (content is None and "tool_calls" in rest):
         raise DataError(_not_a_turn(turn, label, row))
     check_characters(content or "", label, row)
@@ -229,35 +253,29 @@ def _not_a_turn(turn: Record, label: str, row: TableRow) -> str:
     return f"{label} has {kinds or 'nothing'} in {row.place}; a turn has role and content, both text"
 
 
-def _refuse_weights(rest: JsonObject, role: str, label: str, row: TableRow) -> None:
-    """DataError for a key that takes an answer out of the loss, which no trainer here reads; one of 1 says nothing."""
-    for key in _WEIGHT_KEYS & rest.keys():
-        weight = rest.pop(key)
-        if role == "assistant" and weight not in (1, True, "1"):
-            raise DataError(
-                f"{label} has {key} {weight!r} in {row.place}, and answers are trained on by their place alone (the last, "
-                f"or all with --assistant-only-loss); remove the key {key}, or cut the conversation after its last answer"
-            )
+def _calls(calls: Any, label: str, row: TableRow) -> list[JsonObject]:
+    """Return calls as OpenAI writes them, also of JSON in a text, or of objects with name and arguments alone.
 
-
-def _calls(content: Any, label: str, row: TableRow) -> list[JsonObject]:
-    """Return calls that are JSON in a text: OpenAI's, or of ShareGPT's role function_call, with name and arguments."""
+    Arguments that are JSON in a text become an object: most chat templates would write the text in quotes.
+    """
     try:
-        value = parse_literal(content)
-        calls = value if isinstance(value, list) else [value]
-        return [
-            call
-            if "function" in call
-            else {
-                "type": "function",
-                "function": {"name": call["name"], "arguments": call["arguments"]},
-            }
-            for call in calls
-        ]
+        value = parse_literal(calls) if isinstance(calls, str) else calls
+        return [_call(call) for call in (value if isinstance(value, list) else [value])]
     except (ValueError, TypeError, KeyError):
         raise DataError(
-            f"{label} is a call in {row.place}, and its value is {content!r:.60}; it is JSON with name and arguments"
+            f"{label} is a call in {row.place}, and its value is {calls!r:.60}; it is JSON with name and arguments"
         ) from None
+
+
+def _call(call: JsonObject) -> JsonObject:
+    if "function" not in call:
+        function = {"name": call["name"], "arguments": call["arguments"]}
+        call = {"type": "function", "function": function}
+    function = call["function"]
+    if isinstance(text := function.get("arguments"), str):
+        with suppress(ValueError):
+            return {**call, "function": {**function, "arguments": parse_literal(text)}}
+    return call
 
 
 def _without_blocks(content: Any, label: str, row: TableRow) -> Any:
@@ -285,21 +303,20 @@ def check_characters(text: str, label: str, row: TableRow) -> None:
 
 def is_dialogue(text: str) -> bool:
     """Tell whether `text` is a conversation, `Human: ... Assistant: ...`, as in hh-rlhf."""
-    if "Human:" not in text or re.match(r"\s*Human:", text) is None:
-        return False
-    return text.startswith("\n\nHuman:") or re.search(r"\n[ \t]*Assistant:", text) is not None
+    pattern = r"\n\nHuman:|\s*Human:(?s:.*)\n[ \t]*Assistant:"
+    return re.match(pattern, text) is not None
 
 
 def to_messages(text: str) -> list[Message]:
     """Split a dialogue into turns without the white space around each. An open last `Assistant:` is no turn."""
-    speakers = [(mark, _gap_before(text, mark.start())) for mark in _SPEAKER.finditer(text)]
+    speakers = [(mark, _gap_before(mark)) for mark in re.finditer(_SPEAKER, text)]
     marks = [mark for mark, gap in speakers if gap > 1]
     if len(marks) < 2:
         marks = [mark for mark, gap in speakers if gap]
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
     turns: list[Message] = [
         {
-            "role": "user" if mark[1] == "Human" else "assistant",
+            "role": "user" if mark["speaker"] == "Human" else "assistant",
             "content": text[mark.end() : end].strip(),
         }
         for mark, end in zip(marks, ends, strict=True)
@@ -308,14 +325,11 @@ def to_messages(text: str) -> list[Message]:
     return turns[:-1] if is_open else turns
 
 
-def _gap_before(text: str, place: int) -> float:
-    """Count the line ends in the white space before a place: infinite where the text begins, 0 within a line."""
-    start = place
-    while start and text[start - 1].isspace():
-        start -= 1
-    gap = text[start:place]
-    if not start:
+def _gap_before(speaker: re.Match[str]) -> float:
+    """Count the line ends in the white space before a speaker: infinite where the text begins, 0 within a line."""
+    if not speaker.start():
         return inf
+    gap = speaker["gap"]
     return 0 if gap.rpartition("\n")[2].strip(" \t") else gap.count("\n")
 
 
@@ -324,7 +338,7 @@ def golds_of(answer: Any) -> list[str]:
 
     `answer` is a text, a number, a list or array of them, or a mapping with `value`, `aliases` (TriviaQA), `text`
     (SQuAD), `answer` or `ground_truth`, also as JSON, Python's or numpy's text of a mapping or of a list of texts. Of a
-    worked solution only its result counts: the last box, or what follows the last `####`.
+    worked solution only its result counts: the last box, or what follows the last `####` or is in the last `<answer>`.
     """
     if not isinstance(answer, str):
         if hasattr(answer, "tolist"):  # of numpy, from Parquet
@@ -336,6 +350,7 @@ def golds_of(answer: Any) -> list[str]:
         if answer is None or answer != answer:
             return []
     text = str(answer)
+    text = text.rpartition("</answer>")[0].rpartition("<answer>")[2] or text
     gold = (last_boxed(text) or text).rpartition("####")[2].strip()
     if not gold or gold.lower() == "nan":
         return []
@@ -364,14 +379,14 @@ def until_closed(text: str) -> str | None:
     return None
 
 
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BOXED = r"\\(?:boxed|fbox)\s*\{"
 
 
 def last_boxed(solution: str) -> str | None:
     r"""Return what the last `\boxed{...}` of a worked solution holds; None where there is none."""
     if "box" not in solution:
         return None
-    _, *insides = _BOXED.split(solution)
+    _, *insides = re.split(_BOXED, solution)
     closed = until_closed(insides[-1]) if insides else None
     return None if closed is None else closed.strip()
 
@@ -393,12 +408,18 @@ def images_of(
     """
     values = [value for name in IMAGE_COLUMNS for value in _listed(row.values.get(name), row)]
     turns = listed_cell(row, column) if column else None
-    values = values or list(_in_turns(turns))
+    blocks = _blocks(turns)
+    values = values or [
+        block[key]
+        for block in blocks
+        if block["type"] in IMAGE_BLOCKS
+        for key in _KEYS
+        if block.get(key) is not None
+    ]
     if not values and isinstance(content, list):
-        places = _count(content, IMAGE_MARK) if _has_blocks(turns) else 0
-        places = places or (
-            _count(content, _HUB_MARK) if not set(IMAGE_COLUMNS).isdisjoint(row.values) else 0
-        )
+        places = _count(content, IMAGE_MARK) if blocks else 0
+        if not set(IMAGE_COLUMNS).isdisjoint(row.values):
+            places = places or _count(content, _HUB_MARK)
         if places:
             raise DataError(
                 f"{places} places for an image and no image in {row.place}; add it, or remove the row"
@@ -413,23 +434,21 @@ def with_marks(content: Content, images: Sequence[Image], place: str) -> Content
         return content
     if isinstance(content, str):
         raise DataError(
-            f"a picture and a text prompt in {place}; pictures need chat turns and a model with a chat template"
+            f"a picture and plain text in {place}; pictures need chat turns and a model with a chat template"
         )
-    num_places = _count(content, IMAGE_MARK)
-    if not num_places and _count(content, _HUB_MARK) == len(images):
+    if _count(content, _HUB_MARK) and not _count(content, IMAGE_MARK):
         content = [
             {**turn, "content": (turn["content"] or "").replace(_HUB_MARK, IMAGE_MARK)}
             for turn in content
         ]
-        num_places = len(images)
-    if not num_places:
+    elif not _count(content, IMAGE_MARK):
         first = next((turn for turn in content if turn["role"] == "user"), None)
         marks = IMAGE_MARK * len(images)
         content = [
             {**turn, "content": marks + turn["content"]} if turn is first else turn
             for turn in content
         ]
-        num_places = len(images) if first is not None else 0
+    num_places = _count(content, IMAGE_MARK)
     if num_places != len(images):
         raise DataError(
             f"{len(images)} images for {num_places} places in the turns of {place}; make them as many"
@@ -451,24 +470,10 @@ def _listed(value: Any, row: TableRow) -> list[Any]:
     return [picture for picture in listed if picture is not None and picture != ""]
 
 
-def _in_turns(turns: Any) -> Any:
-    """Yield the content of each image block of a conversation."""
-    for turn in (
-        turns if isinstance(turns, Sequence) and not isinstance(turns, str | bytes) else ()
-    ):
-        content = turn.get("content") if isinstance(turn, Mapping) else None
-        for block in (
-            content if isinstance(content, Sequence) and not isinstance(content, str) else ()
-        ):
-            if isinstance(block, Mapping) and block.get("type") in IMAGE_BLOCKS:
-                yield from (block[key] for key in _KEYS if block.get(key) is not None)
-
-
-def _has_blocks(turns: Any) -> bool:
-    """Tell whether marks in a row's turns stand for blocks, and are no letters of its texts."""
-    return not isinstance(turns, str) and any(
-        not isinstance(turn.get("content", ""), str) for turn in turns or ()
-    )
+def _blocks(turns: Any) -> list[Record]:
+    """Return the blocks of a conversation whose turns are written in them."""
+    contents = [turn.get("content") for turn in turns] if isinstance(turns, list) else []
+    return [block for content in contents if isinstance(content, list) for block in content]
 
 
 def _bytes_of(value: Any, folder: Path | None, place: str) -> bytes:

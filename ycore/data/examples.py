@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ SOFT_LABEL = "soft_label"
 
 _HELD_OUT_SHARE = 10
 _MAX_HELD_OUT = 256
-_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_LABEL = re.compile(r"(?i)\s*(?:(true|1|1\.0)|false|0|0\.0)\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ def hold_out(
     examples: Sequence[Example], count: int, chance: random.Random
 ) -> tuple[list[Example], list[Example]]:
     """Split into train and held-out examples, shuffled. Examples of one prompt stay together."""
-    groups: dict[str, list[Example]] = {}
+    groups: dict[Any, list[Example]] = {}
     for example in examples:
         groups.setdefault(_key(_prompt_of(example)), []).append(example)
     shuffled = list(groups.values())
@@ -182,15 +183,14 @@ def _prompt_of(example: Example) -> Any:
     return [example["prompt"], example["images"]] if "images" in example else example["prompt"]
 
 
-def _key(value: Any) -> str:
-    """Return a text that is equal for values that differ in white space, or in the order of keys, alone."""
+def _key(value: Any) -> Any:
+    """Return a key that is equal for values that differ in white space, or in the order of keys, alone."""
     if isinstance(value, str):
         return " ".join(value.split())
     if isinstance(value, dict):
-        pairs = [f"{name}\0{_key(value[name])}" for name in sorted(value)]
-        return "{" + "\0".join(pairs) + "}"
+        value = sorted(value.items())
     if isinstance(value, list | tuple):
-        return "[" + "\0".join([_key(item) for item in value]) + "]"
+        return tuple([_key(item) for item in value])
     return repr(value)
 
 
@@ -205,8 +205,7 @@ def _read_examples(
     pictures: dict[int, tuple[Image, ...]] = {}
     orders = RoleOrders()
     samples: dict[str, Example] = {}
-    for number, values in enumerate(reader.table.rows):
-        row = TableRow(values, reader.table, number)
+    for row in reader.table:
         example = _to_example(reader, row)
         if isinstance(example, str):
             left_out[example] += 1
@@ -270,10 +269,10 @@ def _to_example(reader: RowReader, row: TableRow) -> Example | str:
         return said
     example: Example = {} if said.question is None else {"prompt": said.question}
     example |= said.answers
-    if said.tools:
-        example["tools"] = json.dumps(said.tools)
-    if said.template_arguments:
-        example["chat_template_kwargs"] = said.template_arguments
+    if tools := reader.tools(row):
+        example["tools"] = json.dumps(tools)
+    if arguments := reader.template_arguments(row):
+        example["chat_template_kwargs"] = arguments
     if reader.needs.kind == "pairs":
         if (margin := _number(row, "margin")) is not None:
             example["margin"] = margin
@@ -288,7 +287,7 @@ def _to_example(reader: RowReader, row: TableRow) -> Example | str:
 def _number(row: TableRow, column: str, *, most: float | None = None) -> float | None:
     """Return the number of a cell, from 0 to `most` where that is given; None where the row does not say."""
     value = row.cell(column)
-    if value is None or (isinstance(value, str) and not value.strip()):
+    if value is None or not str(value).strip():
         return None
     try:
         number = float(value)
@@ -318,12 +317,12 @@ def _with_soft_label(example: Example, chance: float, *, place: str) -> Example:
 
 def _label(row: TableRow) -> bool:
     value = row.cell("label")
-    label = _LABELS.get(str(value).strip().lower())
+    label = _LABEL.fullmatch(str(value))
     if label is None:
         raise DataError(
             f"'label' is {value!r} in {row.place}; a label is true or false, or 1 or 0"
         )
-    return label
+    return label[1] is not None
 
 
 def _fill(table: Table, examples: list[Example]) -> None:
@@ -365,10 +364,6 @@ def _images_of(
             f"{row.place} has a picture, and ycore {config.algorithm} reads text only; "
             f"take ycore {' or '.join(SIGHTED)}, or remove the columns image and images"
         )
-    if question not in example:
-        raise DataError(
-            f"a picture and plain text in {row.place}; make it a question and an answer"
-        )
     example[question] = with_marks(turns, images, row.place)
     return images
 
@@ -378,8 +373,7 @@ def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Tab
     _require_pairs(table)
     reader = RowReader(table, RowNeeds("pairs", as_chat, prompt_column))
     rows: list[JsonObject] = []
-    for number in range(len(table.rows)):
-        row = table.row(number)
+    for row in table:
         pair = reader.read(row)
         if isinstance(pair, Row):
             answers = {name: last_text(pair.answers[name]) for name in ("chosen", "rejected")}

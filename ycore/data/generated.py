@@ -154,7 +154,7 @@ def _asked(left: int, sign: str, right: int, answer: int) -> tuple[str, str]:
 
 def _subtraction(left: int, right: int) -> tuple[str, str]:
     """No answer is negative: the minus sign would be another token."""
-    left, right = max(left, right), min(left, right)
+    right, left = sorted((left, right))
     return _asked(left, "-", right, left - right)
 
 

@@ -66,14 +66,10 @@ def load_prompts(
         table = read_table(
             config.dataset, split=config.split, seed=config.seed, limit=config.limit
         )
-    elif len(config.env) > 1:
-        table = Table(
-            "no dataset",
-            [{"environment": name} for name in config.environments],
-            ("environment",),
-        )
     else:
-        table = Table("no dataset", [{}], ())
+        names = config.environments if len(config.env) > 1 else ()
+        rows = [{"environment": name} for name in names] or [{}]
+        table = Table("no dataset", rows, tuple(rows[0]))
     table = renamed(table, config.columns)
     if config.given_pairs or any(reward.kind == AGREES for reward in config.rewards):
         table = pair_table(table, config.prompt_column, as_chat=as_chat)
@@ -242,7 +238,7 @@ class PromptRows(Sequence[Prompt]):
         return len(self._table.rows)
 
     def __iter__(self) -> Iterator[Prompt]:
-        yield from map(self._prompt, self._table)
+        return map(self._prompt, self._table)
 
     def __getitem__(self, index: Any) -> Any:
         return self._prompt(self._table.row(range(len(self))[index]))
@@ -268,10 +264,9 @@ class PromptRows(Sequence[Prompt]):
         if self._is_text is None:
             self._is_text = is_text
         if is_text != self._is_text:
-            kinds = ("chat", "text") if is_text else ("text", "chat")
             raise DataError(
-                f"the column {self._column!r} mixes text and chat: {kinds[0]} in {self._table.row(0).place}, "
-                f"{kinds[1]} in {row.place}; make every prompt the same kind"
+                f"the column {self._column!r} mixes text and chat: {'chat' if is_text else 'text'} in "
+                f"{self._table.row(0).place}, {'text' if is_text else 'chat'} in {row.place}; make all the same kind"
             )
         images: tuple[Image, ...] = ()
         if self._reader.may_show(content):
@@ -292,11 +287,9 @@ class PromptRows(Sequence[Prompt]):
         """Return the prompt as the dataset has it."""
         column = self._column
         content = self._reader.prompt(row)
-        if isinstance(content, str):
-            if content.strip():
-                return content
-            content = []
-        if not content:
+        if isinstance(content, str) and content.strip():
+            return content
+        if not content or isinstance(content, str):
             raise DataError(
                 f"the prompt ({column!r}) is empty in {row.place}; correct or remove the row"
             )

@@ -3,16 +3,19 @@
 A form is chosen by the columns of the whole table and the command's `RowNeeds`; then each row is read by it.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
 from ycore.data.cells import (
     GOLD_KEYS,
     IMAGE_COLUMNS,
+    ROLES,
     Table,
     TableRow,
     check_characters,
@@ -24,7 +27,7 @@ from ycore.data.cells import (
     to_messages,
 )
 from ycore.errors import DataError
-from ycore.types import IMAGE_MARK, Content, JsonObject, Message, Record
+from ycore.types import IMAGE_MARK, Content, JsonObject, Message
 
 ANSWERS = (
     "completion",
@@ -84,63 +87,31 @@ GOLD_COLUMNS = (
     "solution",
 )
 """Columns that rewards get as `answer`, in order of preference."""
-EXPECTED = frozenset(
-    {
-        *SYSTEM_COLUMNS,
-        *REASONING_COLUMNS,
-        *IMAGE_COLUMNS,
-        "history",
-        "tools",
-        "functions",
-        "context",
-        "input",
-        "starter_code",
-        "instruction",
-        "documents",
-        "chat_template_kwargs",
-        "weight",
-        "weights",
-        "loss_mask",
-        "margin",
-        "soft_label",
-        "system_message",
-        "inputs",
-        "choices",
-        "options",
-        "passage",
-        "role",
-        "context_messages",
-        "trajectory",
-    }
+EXPECTED = (
+    r"(?i)system(_prompt|_message)?|tools|functions|documents?|chat_template_kwargs|history|context(_messages)?|trajectory"
+    r"|prompt|messages|conversations?|question(_content)?|problem|instruction|query|inputs?|starter_code|role"
+    r"|passage|article|body|paragraph|story|support|hint"
+    r"|choices|options|[a-e]|(option|choice|distractor)[ _]?\w|op[a-e]"
+    r"|(decoded_)?(image|img|picture|video|audio)s?([ _]?(\d+|path|file|url))?"
+    r"|reasoning(_content)?|thinking|weights?|loss_mask|margin|soft_label"
 )
-"""Columns that trainers read, in any case: the plan warns where one is there and is not used."""
-_CHAT_BEGINS = (
-    "<|im_start|>",
-    "<s>",
-    "[INST]",
-    "<bos>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
+"""Names of columns that belong to a question, or say what it is to teach: the plan warns where one is not used."""
+EXPECTED_OF_ANSWERS = rf"{EXPECTED}|label|kto_tag|(complex_)?cot|chain_of_thought|rationale"
+"""Names that matter too beside an answer that is learned."""
+_BEGINS_CHAT = re.compile(
+    r"<\|im_start\|>|<s>|\[INST\]|<bos>|<\|(begin_of_text|start_header_id)\|>"
 )
-_CHAT_ENDS = (
-    "<|im_start|>assistant",
-    "[/INST]",
-    "<|end_header_id|>",
-    "<start_of_turn>model",
-    "<|assistant|>",
-    "### Response:",
-    "### Assistant:",
-    "### Answer:",
-    "ASSISTANT:",
-    "\nAssistant:",
+_OPENED = re.compile(
+    r"\n[ \t]*Assistant:|<\|im_start\|>assistant|\[/INST\]|<\|end_header_id\|>|<start_of_turn>model|<\|assistant\|>"
+    r"|### (Response|Assistant|Answer):|ASSISTANT:"
 )
-
-_OPENED = re.compile("|".join([r"\n[ \t]*Assistant:", *map(re.escape, _CHAT_ENDS)]))
 """The marks that open an answer in a text."""
 
 _IN_BRACKETS = re.compile(r"(?!\[INST)(?:\[(?s:.*)\]|\{(?s:.*)\})\Z")
+_ASKING = ("user", "system", "developer")
 _MAX_ORDERS = 1000
 _MAX_SPACES = 20  # of an answer that rewards may compare
+_FIRST_ROWS = 100  # stand for all where every row would take too long
 
 
 class RowNeeds(NamedTuple):
@@ -161,14 +132,11 @@ class RowNeeds(NamedTuple):
     whole: bool = False
 
 
-@dataclass(slots=True)
-class Row:
+class Row(NamedTuple):
     """A question, and the answers: `completion`; `chosen` and `rejected`; or all of it as `text` or `messages`."""
 
     question: Content | None
     answers: dict[str, Content]
-    tools: Sequence[Any] = ()
-    template_arguments: Record = field(default_factory=dict)
 
 
 class RowReader:
@@ -188,11 +156,11 @@ class RowReader:
         self.has_pairs = {"chosen", "rejected"} <= self._columns
         self.labels: tuple[str, ...] = ()  # columns beside the answers that are learned from
         self.form = self._find_form()
+        self._columns -= {self._question_name or ""}
         self.answer = self._find_answer()
         self._joined = self._present(self.form.joined if self.form else ())
         self._system = self._first(SYSTEM_COLUMNS)
-        self._has_history = "history" in self._columns
-        self._is_plain = not (self._joined or self._system or self._has_history)
+        self._history = self._present(["history"])
         learns_turns = needs.as_chat and needs.kind != "prompts" and self.answer is not None
         self._reasoning = self._first(REASONING_COLUMNS) if learns_turns else None
         self._for_template = self._present(TEMPLATE_COLUMNS if needs.as_chat else ())
@@ -210,10 +178,11 @@ class RowReader:
             self.table.require_column(name, "--prompt-column")
             return next((form for form in FORMS if form.question == name), Form(name))
         forms = FORMS
+        others = tuple(form for form in FORMS if form not in CONVERSATIONS)
         if self.needs.kind == "answers":
-            forms = (*CONVERSATIONS, *(form for form in FORMS if form not in CONVERSATIONS))
+            forms = CONVERSATIONS + others
         elif self.reads_pairs:
-            forms = tuple(form for form in FORMS if form not in CONVERSATIONS)
+            forms = others
             chosen = self.table.row(0).cell("chosen") or []
             if not isinstance(chosen, list) or len(chosen) == 1:
                 forms += CONVERSATIONS  # else they are often the pair's better answer
@@ -222,10 +191,9 @@ class RowReader:
     def _fits(self, form: Form) -> bool:
         if not {form.question, form.marker or form.question} <= self._columns:
             return False
-        needs_answer = self.needs.kind == "answers" and form not in CONVERSATIONS
-        return not needs_answer or bool(
-            self.needs.answer_column or self._columns.intersection(form.answers)
-        )
+        if self.needs.kind != "answers" or self.needs.answer_column or form in CONVERSATIONS:
+            return True
+        return not self._columns.isdisjoint(form.answers)
 
     def _find_answer(self) -> str | None:
         """Return the column with the answer; of a run with rollouts, the one that rewards get as `answer`."""
@@ -235,12 +203,12 @@ class RowReader:
             self.table.require_column(name, "--answer-column")
             return name
         if self.needs.kind == "prompts":
-            row = self.table.row(0)
-            columns = self._columns
-            golds = (
-                name for name in GOLD_COLUMNS if name in columns or row.cell(name) is not None
-            )
-            return next(golds, None)
+            for name in GOLD_COLUMNS:
+                if name in self._columns or any(
+                    row.cell(name) is not None for row in islice(self.table, _FIRST_ROWS)
+                ):
+                    return name
+            return None
         return self._first(self.form.answers if self.form else ())
 
     def prompt(self, row: TableRow) -> Content:
@@ -297,7 +265,7 @@ class RowReader:
                 self.notes[
                     "questions in brackets are taken as text, for they list no turns"
                 ] += 1
-            if not self.needs.as_chat and not self._has_history:
+            if not self.needs.as_chat and not self._history:
                 system = _text_of(row, self._system)
                 return f"{system}\n\n{content}" if system else content
             content = self._turns(content)
@@ -306,12 +274,12 @@ class RowReader:
                 f"{beside!r} is text beside a question of chat turns in {row.place}; "
                 "write it into the turns, or rename the column"
             )
-        return content if self._is_plain else self._after_history(content, row)
+        return self._after_history(content, row)
 
     def _turns(self, text: str) -> list[Message]:
         if is_dialogue(text):
             return to_messages(text)
-        if text.startswith(_CHAT_BEGINS) or text.rstrip().endswith(_CHAT_ENDS):
+        if _BEGINS_CHAT.match(text) or re.search(rf"(?:{_OPENED.pattern})\s*\Z", text):
             self.notes[
                 "texts have the marks of a chat template, and get the model's template around them"
             ] += 1
@@ -328,34 +296,25 @@ class RowReader:
                 self.notes[
                     f"turns keep their own system prompt, not the column {self._system}"
                 ] += 1
-        return [*start, *(_history(row) if self._has_history else ()), *rest]
+        return [*start, *(_history(row) if self._history else ()), *rest]
 
     def may_show(self, content: Content) -> bool:
         """Tell whether a row with this question may have pictures."""
         if self._has_image_columns or isinstance(content, str):
             return self._has_image_columns
-        for turn in content:  # noqa: SIM110 -- any() would make a generator for each row
-            if turn["content"] and IMAGE_MARK in turn["content"]:
-                return True
-        return False
+        return IMAGE_MARK in "".join([turn["content"] or "" for turn in content])
 
     def read(self, row: TableRow) -> Row | str:
         """Return what a row says to a trainer that learns from answers, or why nothing can be learned from it."""
-        answers: Row | str
         if self.reads_pairs:
-            answers = self._pair(row)
-        elif self.form is None:
-            answers = self._whole_text(row)
-        elif self.answer is None:
-            turns = self.question(row)
-            assert not isinstance(turns, str)
-            answers = self._cut(turns)
-        else:
-            answers = self._answered(row)
-        if isinstance(answers, Row) and self._for_template:
-            answers.tools = self.tools(row)
-            answers.template_arguments = self.template_arguments(row)
-        return answers
+            return self._pair(row)
+        if self.form is None:
+            return self._whole_text(row)
+        if self.answer is not None:
+            return self._answered(row)
+        turns = self.question(row)
+        assert isinstance(turns, list)
+        return self._cut(turns)
 
     @property
     def reads_pairs(self) -> bool:
@@ -375,6 +334,11 @@ class RowReader:
         if _is_empty(answer):
             return "no answer"
         if text := _text_of(row, self._reasoning):
+            if re.fullmatch("(?i)on|off|true|false", text) or "</think>" in last_text(answer):
+                raise DataError(
+                    f"{self._reasoning!r} is {text!r:.40} in {row.place}: a switch, or beside an answer that thinks; "
+                    f"remove the column, or rename it: --set columns.mode={self._reasoning}"
+                )
             turns: list[Message] = (
                 [{"role": "assistant", "content": answer}]
                 if isinstance(answer, str)
@@ -487,7 +451,7 @@ class RowReader:
             return self._joined_row(row, question, pair)
         chosen, rejected = pair.values()
         if isinstance(chosen, str) and isinstance(rejected, str):
-            if not self._is_plain:
+            if self._system or self._history:
                 raise DataError(
                     f"{row.place} has a system prompt or a history, and no question before 'chosen' and 'rejected'; "
                     "name the question's column with --prompt-column, or make them chat turns"
@@ -509,9 +473,7 @@ class RowReader:
 
     def tools(self, row: TableRow) -> Sequence[Any]:
         """Return the tools that the chat template lists before the question."""
-        value = self._template_cell(row, "tools")
-        if value is None:
-            return ()
+        value = self._template_cell(row, "tools") or ()
         if not isinstance(value, Sequence) or not all(
             isinstance(tool, Mapping) for tool in value
         ):
@@ -522,9 +484,7 @@ class RowReader:
 
     def template_arguments(self, row: TableRow) -> JsonObject:
         """Return the row's own arguments of the chat template."""
-        value = self._template_cell(row, "chat_template_kwargs")
-        if value is None:
-            return {}
+        value = self._template_cell(row, "chat_template_kwargs") or {}
         if not isinstance(value, Mapping):
             raise DataError(
                 f"'chat_template_kwargs' is {type(value).__name__} in {row.place}; it is an object"
@@ -540,6 +500,11 @@ class RowReader:
             return
         try:
             golds = golds_of(row.cell(self.answer))
+            for name in () if self.needs.answer_column else GOLD_COLUMNS[:-1]:
+                if (other := golds_of(row.cell(name))) and set(golds).isdisjoint(other):
+                    self.notes[
+                        f"{name} is not {self.answer}, which rewards compare; name the right one with --answer-column"
+                    ] += 1
         except RecursionError:
             raise DataError(
                 f"{self.answer!r} nests too deep in {row.place}; flatten it"
@@ -574,9 +539,8 @@ class RowReader:
             *self._joined,
             *self._for_template,
             *IMAGE_COLUMNS,
+            "history",
         }
-        if self._has_history:
-            used.add("history")
         if self.reads_pairs:
             used |= {"chosen", "rejected", "margin", *self.labels}
         if self.needs.kind == "labelled":
@@ -584,7 +548,9 @@ class RowReader:
         if self.needs.kind == "answers" and self.form is None:
             used.add("text")
         return {
-            name if name in self._columns else name.partition(".")[0] for name in used if name
+            name if name in self.table.columns else name.partition(".")[0]
+            for name in used
+            if name
         }
 
     @property
@@ -605,18 +571,27 @@ class RowReader:
         return {
             "in_words": self.in_words(),
             "unused": unused,
-            "expected": [name for name in unused if name.lower() in EXPECTED],
+            "expected": self._expected(unused),
             "notes": notes,
         }
 
+    def _expected(self, unused: Sequence[str]) -> list[str]:
+        """Return the unused columns that matter by their names, and say in some row what its question does not."""
+        learns = self.needs.kind != "prompts"
+        wanted = EXPECTED_OF_ANSWERS if learns else EXPECTED
+        names = [name for name in unused if re.fullmatch(wanted, name)]
+        more = set[str]()
+        for row in islice(self.table, _FIRST_ROWS if names else 0):
+            read: Any = self.read(row) if learns else self.prompt_column and self.prompt(row)
+            words = _flat(read.question or read.answers if isinstance(read, Row) else read)
+            more.update(name for name in names if _says_more(row.cell(name), words))
+        return [name for name in names if name in more]
+
     def in_words(self) -> str:
         """`question from instruction + input, answer from output, tools`."""
-        history = "history" if self._has_history else None
-        columns = (self._system, history, self._question_name, *self._joined)
+        columns = (self._system, *self._history, self._question_name, *self._joined)
         question = " + ".join(name for name in columns if name)
-        answer = self.answer
-        if self._reasoning and answer:
-            answer = f"{self._reasoning} + {answer}"
+        answer = " + ".join(name for name in (self._reasoning, self.answer) if name)
         if self.reads_pairs:
             question = question or "what chosen and rejected share"
             answer = "chosen and rejected"
@@ -627,6 +602,23 @@ class RowReader:
         if answer:
             parts.append(f"answer from {answer}")
         return ", ".join([*parts, *self._for_template])
+
+
+def _says_more(value: Any, words: str) -> bool:
+    """Tell whether a cell has a text that `words` lack; what turns of the assistant say does not count."""
+    if isinstance(value, Mapping):
+        role = ROLES.get(str(value.get("role", value.get("from"))))
+        asked = [value.get("content", value.get("value"))] if role else list(value.values())
+        value = [] if role == "assistant" else asked
+    if isinstance(value, list):
+        return any(_says_more(item, words) for item in value)
+    text = str(value).strip()
+    pattern = rf"(?<!\w){re.escape(_flat(text)[1:-1])}(?!\w)"
+    return not (_is_blank(text) or text == "None" or re.search(pattern, words))
+
+
+def _flat(value: Any) -> str:
+    return " ".join(json.dumps(value, ensure_ascii=False).replace("\\n", " ").split())
 
 
 def _text_of(row: TableRow, column: str | None) -> str:
@@ -652,24 +644,21 @@ def _history(row: TableRow) -> list[Message]:
         return listed
     turns: list[Message] = []
     for pair in value:
-        if not (
-            isinstance(pair, Sequence)
-            and len(pair) == 2
-            and all(isinstance(text, str) for text in pair)
-        ):
+        if not isinstance(pair, list | tuple) or [*map(type, pair)] != [str, str]:
             raise DataError(
                 f"'history' has {pair!r:.60} in {row.place}; it is a list of [question, answer] pairs"
             )
+        question, answer = pair
         turns += [
-            {"role": role, "content": text}
-            for role, text in zip(("user", "assistant"), pair, strict=True)
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
         ]
     return turns
 
 
 def _parsed(row: TableRow, column: str) -> Any:
     """Return the value of a cell that may hold JSON in a text; None where it is empty."""
-    value = row.cell(column)
+    value = row.own_cell(column)
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -692,12 +681,14 @@ class RoleOrders:
         self._orders: set[Any] = set()
 
     def is_new(self, *contents: Any) -> bool:
-        roles = []
-        for content in contents:
-            if type(content) is list:
-                for turn in content:
-                    roles.append(turn["role"] if len(turn) == 2 else (turn["role"], *turn))
-        order = tuple(roles)
+        order = tuple(
+            [
+                turn["role"] if len(turn) == 2 else (turn["role"], *turn)
+                for content in contents
+                if type(content) is list
+                for turn in content
+            ]
+        )
         if order in self._orders or len(self._orders) == _MAX_ORDERS:
             return False
         self._orders.add(order)
@@ -736,24 +727,21 @@ def _split_answer(
             content = content.strip().removeprefix("Assistant:").lstrip()
         return None, [{"role": "assistant", "content": content}]
     start = len(content)
-    while start and content[start - 1]["role"] not in ("user", "system", "developer"):
+    while start and content[start - 1]["role"] not in _ASKING:
         start -= 1
-    if start == 0 and not _starts_with(content, question):
+    repeats = _starts_with(content, question)
+    if start == 0 and not repeats:
         return None, content
     if start == len(content):
         raise DataError(
             f"{name!r} ends with a {content[-1]['role']} turn in {row.place}; an answer ends with the assistant's"
         )
-    if _starts_with(content, question):
-        start = len(question)
-        rest = content[start:]
-        if any(turn["role"] in ("user", "system", "developer") for turn in rest):
-            raise DataError(_holds_question(name, row))
-        return content[:start], rest
     head = content[:start]
-    if _starts_with(head[-len(question) :], question):
+    if repeats and start <= len(question):
+        return content[: len(question)], content[len(question) :]
+    if not repeats and _starts_with(head[-len(question) :], question):
         return head, content[start:]
-    if _starts_with(question[-len(head) :], head):
+    if not repeats and _starts_with(question[-start:], head):
         return None, content[start:]
     raise DataError(_holds_question(name, row))
 
@@ -767,16 +755,11 @@ def _holds_question(name: str, row: TableRow) -> str:
 
 def _starts_with(turns: Sequence[Message], question: Sequence[Message]) -> bool:
     """Tell whether the turns begin with the question, without regard to white space."""
-    if len(turns) < len(question):
-        return False
-    return all(
-        turn["role"] == other["role"] and _words(turn) == _words(other)
-        for turn, other in zip(turns, question, strict=False)
+    begin, end = (
+        [(turn["role"], (turn.get("content") or "").split()) for turn in listed]
+        for listed in (turns[: len(question)], question)
     )
-
-
-def _words(turn: Message) -> list[str]:
-    return (turn.get("content") or "").split()
+    return begin == end
 
 
 def _split_texts(chosen: str, rejected: str) -> Row | str:
@@ -791,16 +774,16 @@ def _split_texts(chosen: str, rejected: str) -> Row | str:
 
 
 def renamed(table: Table, columns: Mapping[str, str]) -> Table:
-    """Give columns the names of `columns` in place of the user's, which are its values."""
+    """Give columns the names of `columns` in place of the user's, which are its values, and may be keys of objects."""
     for new_name, old_name in columns.items():
         table.require_column(old_name, f"columns.{new_name}")
     if not columns:
         return table
-    names = {old_name: new_name for new_name, old_name in columns.items()}
-    hidden = set(columns) - set(names)  # columns that had one of these names before
+    gone = {*columns, *columns.values()}
+    kept = [name for name in table.columns if name not in gone]
     rows = [
-        {names.get(name, name): value for name, value in row.items() if name not in hidden}
-        for row in table.rows
+        {name: row.values[name] for name in kept if name in row.values}
+        | {new_name: row.cell(old_name) for new_name, old_name in columns.items()}
+        for row in table
     ]
-    kept = tuple(names.get(name, name) for name in table.columns if name not in hidden)
-    return replace(table, rows=rows, columns=kept)
+    return replace(table, rows=rows, columns=(*kept, *columns))

@@ -131,7 +131,7 @@ def _as_table(name: str, rows: Any) -> Table:
             rows = rows.cast_column(column, Image(decode=False))
         elif isinstance(feature, List) and isinstance(feature.feature, Image):
             rows = rows.cast_column(column, List(Image(decode=False)))
-    return Table(name, rows.with_format(None), tuple(rows.column_names))
+    return Table(name, rows.with_format(None), tuple(rows.column_names), fills_keys=True)
 
 
 def _load(name: str, config: str, split: str, *, unreachable: str) -> Any:
@@ -416,4 +416,5 @@ def _read_parquet(path: Path) -> Table:
         raise DataError(
             f"{path} cannot be read as Parquet: {reason}; write the file again"
         ) from None
-    return Table(str(path), _ParquetRows(table), tuple(table.column_names), folder=path.parent)
+    columns = tuple(table.column_names)
+    return Table(str(path), _ParquetRows(table), columns, folder=path.parent, fills_keys=True)

@@ -24,13 +24,10 @@ from ycore.judge.question import fold_lookalikes
 _NUMBER = r"[+-]?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 _RANKING = r"\s*[0-9]{1,3}(?:\s*[,>]\s*[0-9]{1,3}|\s+[0-9]{1,3})*\s*"
 _MAX_LENGTH = 200_000  # characters
-_LABELLED = re.compile(
-    r'\s*\{\s*"code"\s*:\s*"(?P<code>[^"\\]*)"\s*,\s*"label"\s*:\s*"(?P<label>[^"\\]*)"\s*\}\s*',
-    re.ASCII,
+_LABELLED = r'(?a)\s*\{\s*"code"\s*:\s*"(?P<code>[^"\\]*)"\s*,\s*"label"\s*:\s*"(?P<label>[^"\\]*)"\s*\}\s*'
+_SPACES = (
+    "[\\s\u0120\u010a\u2581]+"  # also as byte-level and SentencePiece tokenizers write them
 )
-_SPACES = re.compile(
-    "[\\s\u0120\u010a\u2581]+"
-)  # also as byte-level and SentencePiece tokenizers write them
 
 
 class Unreadable(ValueError):
@@ -171,7 +168,7 @@ def _mean_label(verdict: LabelVerdict, reply: Reply, code: str) -> float:
     """The labels' mean value, weighted by probability; a token counts for a label if it begins that label only."""
     if not reply.tokens:
         raise Unreadable("no log-probabilities")
-    match = _LABELLED.fullmatch(reply.text[: _MAX_LENGTH + 1])
+    match = re.fullmatch(_LABELLED, reply.text[: _MAX_LENGTH + 1])
     if match is None or len(reply.text) > _MAX_LENGTH:
         raise Unreadable("not a JSON object with code and label")
     if match["code"] != code:
@@ -220,7 +217,7 @@ def _token_at(
 
 
 def _without_spaces(text: str) -> str:
-    return _SPACES.sub("", text)
+    return re.sub(_SPACES, "", text)
 
 
 def ring_pairs(size: int, opponents: int) -> list[tuple[int, int]]:

@@ -16,84 +16,78 @@ from ycore.data.cells import last_boxed
 from ycore.types import THINKING, Content, after_thinking
 
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{sc=Thai}\p{sc=Lao}\p{sc=Khmer}\p{sc=Myanmar}"
-_NOT = r"(?<![\u4e0d\u6ca1\u975e\u672a\u65e0\u7121])"  # before what is denied
+# Not after a denial.
+_NOT = r"(?<![\u4e0d\u6ca1\u975e\u672a\u65e0\u7121]\u662f?|(?:\b(?:not|never|nicht|pas)|n't)\s(?:the\s|an?\s)?\W?)"
+_LISTED = r"(?<!\b[a-z]\W{0,3}(?:[,/;&)]|\s(?:or|and)\s)(?:(?:or|and)\s)?\(?|\b(?:yes|no|true|false)(?:/|\s(?:or|and)\s))"
+_IN_FORMULA = r"(?<![-+/^\d)\]}]\(?|\w[*({]|\}\{)"  # not the end of a longer formula
+_CHOICE = r"(?:answer|option|choice)(?:\sis)?[^\p{L}\d]{0,6}\b(\p{L})[).:,]"
+_TIGHT = r"\s?([-+*/^=<>|,(){}\[\]]|(?=\\))\s?"
 _NOT_IN_LETTER = r"(?!\p{M}|[\u0e33\u0eb3])"  # not before the marks and vowel signs of a letter
 _WORD_START = (
     rf"(?:\b|(?<=[{_UNSPACED}])|(?=[{_UNSPACED}])|(?<=\p{{Hangul}})(?!\p{{Hangul}})"
     rf"|(?<=\p{{L}}{{2}}[.:])){_NOT}{_NOT_IN_LETTER}"
 )
 _WORD_END = rf"(?:\b|(?<=[{_UNSPACED}])|(?=[{_UNSPACED}\p{{Hangul}}])|(?=[.:]\p{{L}}{{2}})){_NOT_IN_LETTER}"
-_LONG_MARKS = regex.compile(r"(\p{M}{30})\p{M}+")
-_WORDS = regex.compile(
-    rf"(?=[{_UNSPACED}])\X|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+", regex.V1
-)
-_HAS_UNSPACED = regex.compile(rf"[{_UNSPACED}]")
+_LONG_MARKS = r"(\p{M}{30})\p{M}+"
+_WORDS = rf"(?V1)(?=[{_UNSPACED}])\X|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+"
+_HAS_UNSPACED = rf"[{_UNSPACED}]"
 _CLOSING = (
     " \t\r\n.,;:!?*_`'\")]}$"
     + "\u3002\uff0c\u3001\uff01\uff1f\uff1b\uff1a\u300d\u300f\uff09\u3011\u300b\u201d\u2019\u00bb\u2026\u17d4\u0964\u061f"
 )
 
+# Signs of full width, Arabic signs and what has no width; then the letters and brackets of full width.
 _CHARACTERS = str.maketrans(
-    dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-")
-    | {
-        "\uff0b": "+",
-        "\uff0e": ".",
-        "\uff05": "%",
-        "\uff04": "$",
-        "\uff0f": "/",
-        "\u2044": "/",
-        "\u066b": ".",
-        "\u066a": "%",
-        "\u2019": "'",
-    }
-    | dict.fromkeys("\u200b\u200e\u200f\ufeff", "")  # no width
-    # the letters and brackets of full width
-    | {chr(code + 0xFEE0): chr(code) for code in (40, 41, *range(65, 91), *range(97, 123))}
-)
+    "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d\uff0b\uff0e\uff05\uff04\uff0f\u2044\u066b\u066a\u2019",
+    "-------+.%$//.%'",
+    "\u200b\u200e\u200f\ufeff",
+) | {code + 0xFEE0: chr(code) for code in (40, 41, *range(65, 91), *range(97, 123))}
 _SYMBOLS = str.maketrans({"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u221a": r"\sqrt "})
 _SUPERSCRIPTS = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
 )
 _GROUP = "\u2009"  # stands for every separator of thousands but comma and dot
-_SEPARATOR = r"(?:\\[,;: ]|\{\\[,;:]\}|\\thinspace\s?|[~'_\u2019\u02bc\u066c\u00a0\u2000-\u200a\u202f\u205f])"
+_Rewrites = dict[str, str | Callable[[Any], str]]
+_SEPARATOR = r"(?:\\[,;: ]\s?|\{\\[,;:]\}|\\thinspace\s?|[~'_\u2019\u02bc\u066c\u00a0\u2000-\u200a\u202f\u205f])"
+# What changes the look alone; spaces of any width, repeating decimals.
+_STYLES: _Rewrites = {
+    r"\\(?:[hm]space\*?\s?\{[^{}]{0,20}\}|[hm]?(?:kern|skip)\s?[\d.]{1,5}\s?(?:pt|em|ex|mu)\s?)": r"\\,",
+    r"\\(?:text)?color\s?\{[^{}]{0,20}\}"
+    r"|\\(?:boldsymbol|bm|pmb|underline|num|rm|bf|it|sf|tt|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])\s?"
+    r"|<\|\w{1,20}\|>|</s>|</?(?:b|i|u|p|em|strong|code|mark|br)\s?/?>|\p{Extended_Pictographic}\ufe0f?": "",
+    r"\\varnothing|\u2205": r"\\emptyset ",
+    r"\b(\d{1,9})\.(\d{0,9})\\(?:overline|bar|dot)\s?\{(\d{1,9})\}": lambda found: _repeating(
+        *found.groups()
+    ),
+}
 _ARGUMENT = r"\s?(?|\{\s*([^{}]{1,60}?)\s*\}|(\d))"
 _VULGAR_FRACTION = r"[\u00bc-\u00be\u2150-\u215e]"
-_REWRITES: list[tuple[Any, str | Callable[[Any], str]]] = [
-    (regex.compile(r"\\[()\[\]]"), " "),
-    (regex.compile(r"\\(?:text|mathrm|mbox)\s?\{,\}"), ","),
-    (regex.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s?\{\s*([^{}]*)\}"), r" \1"),
-    (
-        regex.compile(
-            r"\{([-,])\}|\\([%$])|\\!|\\(?:left|right|displaystyle|approx|quad)(?![A-Za-z])"
-        ),
-        r"\1\2",
+_ALL_REWRITES: _Rewrites = _STYLES | {
+    r"\\[()\[\]]": " ",
+    r"\\(?:text|math(?:rm|ord|punct|bin)|mbox)\s?\{,\}": ",",
+    r"\^\s?\{\\text\{o\}\}|\\degree(?![A-Za-z])": "\u00b0",
+    r"\\(?:text[a-z]{0,6}|math(?:rm|bf|it|sf|tt|normal)|mbox|emph|operatorname)\s?\{\s*([^{}]*)\}"
+    r"|(?<=\d(?:\s|~|\\.){0,2})\{(\p{L}+)\}": r" \1\2",
+    r"\{\s?([-+,.:]|\\times|\\cdot)\s?\}|\\([%$])|\{(10)\}(?=\^)|\\!|\\(?:left|right)(?:\.|(?![A-Za-z]))"
+    r"|\\(?:displaystyle|approx)(?![A-Za-z])|\\text[a-z]{0,6}(?=\{)": r"\1\2\3",
+    r"(?<![\p{L}\d])_+|_+(?![\p{L}\d])": " ",
+    r"\^\s?(?:\\circ|\{\s?\\circ\s?\})": "\u00b0",
+    r"(?<=\d)\uff0c(?=\d)": ",",
+    rf"(?<=\d)(?:{_SEPARATOR}|\s(?=000(?!\d)))(?=\d)": _GROUP,
+    rf"(\d?)\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}": lambda found: _fraction_text(*found.groups()),
+    rf"(\d?)({_VULGAR_FRACTION})": lambda found: _fraction_text(found[1], *_parts(found[2])),
+    "(?<=[0-9])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+": lambda found: (
+        "^" + found[0].translate(_SUPERSCRIPTS)
     ),
-    (regex.compile(r"(?<![\p{L}\d])_+|_+(?![\p{L}\d])"), " "),
-    (regex.compile(r"\^\s?(?:\\circ|\{\s?\\circ\s?\})"), "\u00b0"),
-    (regex.compile(r"(?<=\d)\uff0c(?=\d)"), ","),
-    (regex.compile(rf"(?<=\d)(?:{_SEPARATOR}|\s(?=000(?!\d)))(?=\d)"), _GROUP),
-    (
-        regex.compile(rf"(\d?)\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}"),
-        lambda found: _fraction_text(*found.groups()),
-    ),
-    (
-        regex.compile(rf"(\d?)({_VULGAR_FRACTION})"),
-        lambda found: _fraction_text(found[1], *_parts(found[2])),
-    ),
-    (
-        regex.compile("(?<=[0-9])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+"),
-        lambda found: "^" + found[0].translate(_SUPERSCRIPTS),
-    ),
-    (regex.compile(r"\\[,;: ]|~"), " "),
-    (regex.compile(r"(?<=\d)\s*degrees?\b"), "\u00b0"),
-    (
-        regex.compile(r"(?<=\s\p{L}{1,4})\^\{?([23])\}?(?!\d)"),
-        lambda found: chr(0xB0 + int(found[1])),
-    ),
-]
-_IN_PARTS = regex.compile(
-    rf"(?<=\d)(?:{_SEPARATOR}|\{{,\}})(?=(?:\d\d\d?(?:{_SEPARATOR}|\{{,\}})){{0,12}}\d{{3}}(?!\d))"
-)
+    r"\\[,;: ]|~|\\(?:q?quad|enspace)(?![A-Za-z])": " ",
+    r"(?<=\d)\s?\*\*\s?(?=[-\d])": "^",
+    r"(?i)(?<!\d\s?)\b(?:minus|negative)\s(?=[\d.])": "-",
+    r"(?<=\d)\s*degrees?\b": "\u00b0",
+    r"(?<=\s\p{L}{1,4})\^\{?([23])\}?(?!\d)": lambda found: chr(0xB0 + int(found[1])),
+    r"(\u00b0) ?(?=[CFK]\b)|( )[ \t]+": r"\1\2",
+}
+_REWRITES = [(regex.compile(pattern), new) for pattern, new in _ALL_REWRITES.items()]
+_IN_PARTS = rf"(?<=\d)(?:{_SEPARATOR}|\{{,\}})(?=(?:\d\d\d?(?:{_SEPARATOR}|\{{,\}})){{0,12}}\d{{3}}(?!\d))"
 
 _INTEGER = (
     rf"(?:\d{{1,3}}(?:[,{_GROUP}]\d{{3}})+|\d{{1,2}}(?:[,{_GROUP}]\d{{2}}){{1,12}}[,{_GROUP}]\d{{3}}"
@@ -106,25 +100,35 @@ _SPACELESS = rf"{_UNSPACED}\p{{Hangul}}"
 _SIGN = rf"(?:(?<![[\w.)\]}}%\u00b0]--[{_SPACELESS}]])(?<!\d\$)(?P<sign>[-+])(?=\p{{Sc}}?\s?[\d.]))?+"
 # Digits are no number of their own behind a letter or `±`, in an exponent, an index, a root or a denominator.
 _START = rf"(?<![[\p{{L}}\d_^/\u221a\u00b1\u2213]--[{_SPACELESS}]])(?<!\d\.)(?<!\^[-+{{])(?<!\\sqrt\s?\{{?)"
-_NUMBER = regex.compile(
-    rf"{_SIGN}(?:\p{{Sc}}\s?(?P<sign>[-+])?+)?+(?:"
+_NUMBER = (
+    rf"(?V1){_SIGN}(?:\p{{Sc}}\s?(?P<sign>[-+])?+)?+(?:"
     rf"(?P<chain>{_START}(?![1-9]\d{{0,2}}(?:\.\d{{3}}){{2,}}(?![.\d]))\d++(?:(?:[.]\d++){{2,}}+|(?:/\d++){{2,}}+|(?:-\d++){{2,}}+|(?::\d++)++))"
     rf"|(?:{_START}(?P<whole>\d{{1,9}})\s(?=\d{{1,9}}/\d))?+"
     rf"(?P<top>{_START}{_DECIMAL}|(?<!\w)\.\d++)(?:/(?P<bottom>{_DECIMAL}))?+"
     rf"(?:[eE](?P<power_of_ten>[-+]?\d{{1,3}})(?!\d))?+"
     rf"(?:{_EXPONENT}|(?P<times>\s?(?:\\times|\\cdot|[\u00d7\u00b7*x])\s?10){_EXPONENT})?+"
-    r"(?!\^|\s?(?:\\sqrt|\\?pi\b|[\u03c0\u221a]))(?P<percent>\s?(?:%|per\s?cent\b))?+)",
-    regex.V1,
+    r"(?!\^|\s?(?:\\sqrt|\\?pi\b|[\u03c0\u221a]))(?P<percent>\s?(?:%|per\s?cent\b))?+)"
 )
-_UNIT = regex.compile(r"\s{0,2}((?:[\p{L}\u00b0\u00b5][^\s\d]*\s?){1,3})", regex.V1)
+_UNIT = r"(?V1)\s{0,2}((?:[\p{L}\u00b0\u00b5][^\s\d]*\s?){1,3})"
+# At the end of a text `1 234` is 1234 and `3,5` is 3.5, and no part of a formula or of alternatives is the answer.
+_LAST_IN_PARTS = (
+    r"(?<![\d.,]|\d\s)(?:[1-9]\d?(?: \d{3}){1,4}|[1-9]\d\d \d{3})(?=(?:\.\d+)?\D*\Z)"
+    r"|(?<![\d.,])\d+,(?:\d\d?|\d{4,}|(?<=\b0,)\d{3})(?=\D*\Z)"
+)
+_NO_LAST = (
+    r"\d-[\d.,]+\D*\Z|(?<!\p{L})[iknxyz]\s?[-+]\s?[\d.,]+\D*\Z"
+    r"|\d(?:[ik]|[abcnpqrxyz]{1,3})(?![\p{L}.])\D*\Z"
+)
+_LAST_OR = r"\d\W{0,3}\sor\s\W{0,4}[\d.,]+\D*\Z"
+_SEVERAL = r"(?s)=.*(?:;|,(?!\d)|\b(?:or|and)\b|\\\\|\\lor\b|\\quad)"
 _FORMULA = regex.compile(r"[\\^_<>+*/|!\[\]-]|\p{Sm}")
-_VARIABLE = regex.compile(r"\s?[abciknxyz](?![\p{L}.])")
+_VARIABLE = regex.compile(r"\s?(?:[ik]|[abcnpqrxyz]{1,3})(?![\p{L}.])")
 _SCALES = (
     dict.fromkeys("\u4e07\u842c\ub9cc", 10**4)
     | dict.fromkeys("\u4ebf\u5104\uc5b5", 10**8)
     | {"thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7, "billion": 10**9}
 )
-_SCALE = regex.compile(rf"\s*({'|'.join(_SCALES)})(?![a-z])", regex.I)
+_SCALE = rf"(?i)\s*({'|'.join(_SCALES)})(?![a-z])"
 
 
 class Number(NamedTuple):
@@ -138,7 +142,7 @@ class Number(NamedTuple):
     @property
     def scale(self) -> int:
         """How many of its units the first word behind the number stands for: a million is 1,000,000."""
-        found = _SCALE.match(self.unit)
+        found = regex.match(_SCALE, self.unit)
         return _SCALES[found[1].casefold()] if found else 1
 
     @property
@@ -182,19 +186,17 @@ def answer_text(completion: Content) -> str:
 
 def without_thinking(completion: Content) -> Content:
     """The completion without what precedes `</think>`, still as text or chat; empty where the thinking never ends."""
-    if isinstance(completion, str):
-        return after_thinking(completion).lstrip()
     return _with_text(completion, after_thinking(completion_text(completion)).lstrip())
 
 
 def with_thinking_opened(completion: Content) -> Content:
     """The completion behind the `<think>` that its prompt ends with."""
-    if isinstance(completion, str):
-        return THINKING + completion
     return _with_text(completion, THINKING + completion_text(completion))
 
 
-def _with_text(completion: list[Any], text: str) -> Content:
+def _with_text(completion: Content, text: str) -> Content:
+    if isinstance(completion, str):
+        return text
     return [*completion[:-1], {**completion[-1], "content": text}] if completion else []
 
 
@@ -214,10 +216,10 @@ def final_answer(text: str) -> str:
 def number_of(text: str) -> Number | None:
     """Return the number that the whole text is (`-4`, `1,234`, `$5`, `20%`, `7.`, `\\frac{1}{2}`, `5 km`), or None."""
     text = _plain(text).strip().strip("$").strip().removesuffix(".")
-    text = regex.sub(r"^([-+])\s|\s?(/)\s?", r"\1\2", text)
+    text = regex.sub(r"^\p{L}\s?=\s?|^([-+])\s|\s?(/)\s?", r"\1\2", text)
     numbers = list(_read_numbers(text))
     is_whole = len(numbers) == 1 and numbers[0].text + numbers[0].unit == text.strip()
-    return numbers[0] if is_whole else None
+    return numbers[0] if is_whole and not _VARIABLE.match(numbers[0].unit) else None
 
 
 def numbers_in(text: str) -> list[Number]:
@@ -230,18 +232,29 @@ def last_number(text: str) -> list[Number]:
 
     None also where it is one of several, or of a formula, in a box.
     """
+    text = regex.sub(
+        _LAST_IN_PARTS, lambda found: found[0].replace(" ", _GROUP).replace(",", "."), text
+    )
     if (whole := number_of(text)) is not None:
         return [whole]
     box = last_boxed(text)
     if box is None or numbers_in(text[text.rfind(box) + len(box) :]):
-        return [] if regex.search(r"\d-[\d.,]+\D*\Z", _plain(text)) else numbers_in(text)[-1:]
-    if (whole := number_of(box.rpartition("=")[2])) is not None:
-        return [] if _VARIABLE.match(whole.unit) else [whole]
+        return _last_of(text)
+    before, _, last = box.rpartition("=")
+    if (whole := number_of(last)) is not None:
+        return [] if regex.search(_SEVERAL, before) else [whole]
     numbers = numbers_in(box)
-    is_alone = len(numbers) == 1 and not _FORMULA.search(
-        _plain(box).replace(numbers[0].text, "")
-    )
-    return numbers if is_alone else []
+    rest = _plain(box).replace(numbers[0].text, "") if len(numbers) == 1 else "|"
+    return [] if _FORMULA.search(rest) or _VARIABLE.match(numbers[0].unit) else numbers
+
+
+def _last_of(text: str) -> list[Number]:
+    plain = _plain(text)
+    numbers = numbers_in(text)[-2:]
+    differ = numbers and not numbers[0].equals(numbers[-1])
+    if regex.search(_NO_LAST, plain) or (differ and regex.search(_LAST_OR, plain)):
+        return []
+    return numbers[-1:]
 
 
 def gives(text: str, gold: str) -> bool:
@@ -254,10 +267,16 @@ def gives(text: str, gold: str) -> bool:
     right = number_of(gold)
     if right is not None:
         return any(_same_quantity(number, right) for number in last_number(text))
-    folded = _folded(gold)
+    folded = _folded_gold(gold)
     if not folded:  # the answer is punctuation
         return text.strip().endswith(gold)
-    return _word_search(folded, _last_line(text), end=r"\Z")
+    line = _last_line(last_boxed(text) or text)
+    if len(folded) == 1 and regex.findall(_CHOICE, line)[-1:] == [folded]:
+        return True
+    is_choice = not folded[1:2].isalnum() or folded in ("yes", "no", "true", "false")
+    start = _LISTED if is_choice else ""
+    start += _IN_FORMULA if _FORMULA.search(folded) or folded[0] == "(" else ""
+    return _word_search(folded, line, start=start, end=r"\Z")
 
 
 def holds(text: str, gold: str) -> bool:
@@ -265,58 +284,70 @@ def holds(text: str, gold: str) -> bool:
     right = number_of(gold)
     if right is not None:
         return any(_same_quantity(number, right) for number in numbers_in(text))
-    folded = _folded(gold)
-    return _word_search(folded, _folded(text), end=_WORD_END) if folded else gold in text
+    folded = _folded_gold(gold)
+    end = _WORD_END + "(?![+#])"
+    return _word_search(folded, _folded(text), end=end) if folded else gold in text
 
 
 def for_math_verify(text: str) -> str:
     """Return a text with delimiters and signs as math-verify reads them: no dollar is money, no number is in parts."""
     text = _composed(text).translate(_CHARACTERS | _SYMBOLS).replace("\\$", "")
-    text = _IN_PARTS.sub("", text.replace("\\!", ""))
+    for pattern, replacement in _REWRITES[: len(_STYLES)]:
+        text = pattern.sub(replacement, text)
+    text = regex.sub(_IN_PARTS, "", text.replace("\\!", ""))
     if text.count("$") % 2:
-        text = regex.sub(r"\$(?=\s?[\d.])", "", text)
-    fractions = regex.compile(_VULGAR_FRACTION)
+        text = regex.sub(r"\$(?=\s?[\d.])", " ", text)
     return str(
-        fractions.sub(lambda found: r"\frac{{{}}}{{{}}}".format(*_parts(found[0])), text)
+        regex.sub(
+            _VULGAR_FRACTION, lambda found: r"\frac{{{}}}{{{}}}".format(*_parts(found[0])), text
+        )
     ).strip()
 
 
 def _composed(text: str) -> str:
     """Return a text in NFC; of a run of combining marks the first 30, because their sorting takes quadratic time."""
-    return unicodedata.normalize("NFC", _LONG_MARKS.sub(r"\1", text))
+    return unicodedata.normalize("NFC", regex.sub(_LONG_MARKS, r"\1", text))
 
 
 def words_of(text: str) -> list[str]:
     """Return a text's words: as white space parts them, and where a script has no spaces, its letters."""
     words: list[str] = []
     for part in _composed(text).split():
-        words += _WORDS.findall(part) if _HAS_UNSPACED.search(part) else [part]
+        words += regex.findall(_WORDS, part) if regex.search(_HAS_UNSPACED, part) else [part]
     return words
 
 
 def _same_quantity(number: Number, right: Number) -> bool:
+    if not number.equals(right) or not right.unit:
+        return number.equals(right)
     words, unit = (
-        _folded(_SCALE.sub("", quantity.unit, count=1)).split() for quantity in (number, right)
+        _folded(regex.sub(_SCALE, "", quantity.unit, count=1)).split()
+        for quantity in (number, right)
     )
-    return number.equals(right) and (not unit or not words or words[: len(unit)] == unit)
+    return not words or words[: len(unit)] == unit
 
 
-def _word_search(folded: str, text: str, *, end: str) -> bool:
-    return (
-        regex.search(_WORD_START + regex.escape(folded) + end, text, regex.WORD | regex.V1)
-        is not None
-    )
+def _word_search(folded: str, text: str, *, start: str = "", end: str) -> bool:
+    pattern = "(?wV1)" + start + _WORD_START + regex.escape(folded) + end
+    return regex.search(pattern, text) is not None
 
 
 def _last_line(text: str) -> str:
     num_lines = len(text.rstrip(_CLOSING).splitlines())
-    return _folded(text.splitlines()[num_lines - 1]) if num_lines else ""
+    line = text.splitlines()[num_lines - 1] if num_lines else ""
+    return _folded(regex.sub(r"^\s*[-*\u2022]\s", "", line))
+
+
+def _folded_gold(gold: str) -> str:
+    """Return a right answer as `_folded`, without quotation marks or brackets around words."""
+    folded = _folded(gold).lstrip("\"'\u201c\u2018\u00ab\u300c\u300a")
+    return str(regex.sub(r"^\(([\p{L}\s]+)$", r"\1", folded))
 
 
 def _folded(text: str) -> str:
     folded = _composed(_plain(text).casefold())
     words = folded.replace(_GROUP, " ").split()
-    return " ".join(words).replace(", ", ",").rstrip(_CLOSING)
+    return str(regex.sub(_TIGHT, r"\1", " ".join(words))).rstrip(_CLOSING)
 
 
 def _plain(text: str) -> str:
@@ -325,6 +356,12 @@ def _plain(text: str) -> str:
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text
+
+
+def _repeating(whole: str, decimals: str, repeated: str) -> str:
+    """Return a decimal whose last digits repeat for ever as a fraction."""
+    top = int(whole + decimals + repeated) - int(whole + decimals)
+    return rf"\frac{{{top}}}{{{10 ** len(decimals) * (10 ** len(repeated) - 1)}}}"
 
 
 def _fraction_text(before: str, top: str, bottom: str) -> str:
@@ -338,10 +375,10 @@ def _parts(vulgar_fraction: str) -> list[str]:
 
 
 def _read_numbers(plain: str) -> Iterator[Number]:
-    for found in _NUMBER.finditer(plain):
-        value = None if found["chain"] else _value(found)
+    for found in regex.finditer(_NUMBER, plain):
+        value = None if found["chain"] or len(found[0]) > 1000 else _value(found)
         if value is not None:
-            unit = _UNIT.match(plain, found.end())
+            unit = regex.match(_UNIT, plain, pos=found.end())
             yield Number(
                 value,
                 found[0].strip(),
@@ -375,8 +412,6 @@ def _value(found: Any) -> Fraction | None:
 def _fraction(digits: str) -> Fraction:
     """Return the number that digits with their separators are."""
     digits = digits.replace(_GROUP, "")
-    if digits.isdecimal():  # Python reads no int of more than 4300 digits
-        return Fraction(int(digits)) if len(digits) < 1000 else Fraction(Decimal(digits))
     if regex.fullmatch(r"\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?", digits):
         digits = digits.replace(",", "")
     elif "," in digits or digits.count(".") > 1:  # 1.234,56 or 1.234.567

@@ -56,12 +56,12 @@ EVALUATED_FORMULAS = frozenset(
         "simple_integration",
     }
 )
-_DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
-_TEXT = re.compile(r"\\text\{[^{}]*\}")
-_WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2}")
-_PLAIN_LIST = re.compile(r"""[\w\s,\[\]'"#.-]*""")
+_DELIMITED = r"\$|\\boxed|\\\(|\\\["
+_TEXT = r"\\text\{[^{}]*\}"
+_WORD = r"(?<![\\A-Za-z{])(?![abcnpqrxyz]{2,3}(?![A-Za-z]))[A-Za-z]{2}"
+_PLAIN_LIST = r"""[\w\s,\[\]'"#.-]*"""
 _FUNCTIONS = "a?(?:sin|cos|tan)h?|exp|log|ln|sqrt|pi|Abs"
-_PLAIN_FORMULA = re.compile(
+_PLAIN_FORMULA = (
     rf"(?:\s|\d++(?:\.\d*+)?|[-+*/^(),=]|(?<![A-Za-z])(?:{_FUNCTIONS}|[A-Za-z])(?![A-Za-z_]))*+"
 )
 
@@ -215,20 +215,26 @@ def _math_score(completion: Content, golds: list[str]) -> float | None:
     import math_verify
 
     formulas = {gold: parsed for gold in golds if (parsed := _parsed_gold(gold))}
-    if not formulas:
+    words = [gold for gold in golds if re.fullmatch(_TEXT, gold) and gold not in formulas]
+    if not formulas and not words:
         return None
     text = for_math_verify(answer_text(completion))
     box = last_boxed(text)
     # math-verify's own time limits answer "wrong" when they strike; the worker's deadline masks the item instead.
     parsed = math_verify.parse(text, parsing_timeout=None)
-    bare = "" if box is None and _DELIMITED.search(text) else text
+    bare = "" if box is None and re.search(_DELIMITED, text) else text
     return float(
         any(
             (box or text).replace(" ", "") == for_math_verify(gold).replace(" ", "")
-            or (number_of(gold) is not None and gives(bare, gold))  # bare LaTeX, and more forms
-            or math_verify.verify(list(formula), parsed, timeout_seconds=None)
+            or (
+                (len(gold) > 1 or number_of(gold)) and gives(bare, gold)
+            )  # bare LaTeX, and more forms
+            or math_verify.verify(
+                list(formula), parsed, timeout_seconds=None, allow_set_relation_comp=True
+            )
             for gold, formula in formulas.items()
         )
+        or any(gives(text, gold) for gold in words)
     )
 
 
@@ -238,15 +244,18 @@ def _parsed_gold(gold: str) -> tuple[Any, ...]:
 
     gold = for_math_verify(gold)
     # Bare LaTeX (`x^2+1`) is only read between dollars; between dollars words would be read as products of letters.
-    is_bare = _DELIMITED.search(gold) is None and _WORD.search(_TEXT.sub("", gold)) is None
+    is_bare = (
+        re.search(_DELIMITED, gold) is None
+        and re.search(_WORD, re.sub(_TEXT, "", gold)) is None
+    )
     parsed = math_verify.parse(f"${gold}$" if is_bare else gold, parsing_timeout=None)
     return tuple(parsed) if any(not isinstance(part, str) for part in parsed) else ()
 
 
 def _gym_score(text: str, task: str, entry: JsonObject) -> float:
-    if task in EVALUATED_LISTS and _PLAIN_LIST.fullmatch(text) is None:
+    if task in EVALUATED_LISTS and re.fullmatch(_PLAIN_LIST, text) is None:
         return 0.0
-    if task in EVALUATED_FORMULAS and _PLAIN_FORMULA.fullmatch(text) is None:
+    if task in EVALUATED_FORMULAS and re.fullmatch(_PLAIN_FORMULA, text) is None:
         return 0.0
     right = entry.get("answer")
     wants_number = (
@@ -363,9 +372,20 @@ def _f1(left: Counter[tuple[str, ...]], right: Counter[tuple[str, ...]]) -> floa
     return 2 * (left & right).total() / total if total else 0.0
 
 
-_REWARDS: list[Reward] = [exact_answer, contains_answer, numeric_answer, math, gym, ifeval]
-_REWARDS += [format, length, repetition, overlong, similarity]
-BUILTIN = {reward.__name__: reward for reward in _REWARDS}
+_REWARDS = (
+    exact_answer,
+    contains_answer,
+    numeric_answer,
+    math,
+    gym,
+    ifeval,
+    format,
+    length,
+    repetition,
+    overlong,
+    similarity,
+)
+BUILTIN: dict[str, Reward] = {reward.__name__: reward for reward in _REWARDS}
 
 # They look at completions behind the `<think>` that a prompt opened.
 READ_ANSWERS = frozenset(BUILTIN) - {"length", "repetition", "overlong"}

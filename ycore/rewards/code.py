@@ -49,8 +49,13 @@ from typing import *
 """
 _MARKDOWN = MarkdownIt("zero").enable(["code", "fence", "blockquote", "list"]).disable("inline")
 
-_SOLUTION = re.compile(r"^class Solution\b", re.MULTILINE)
-_METHOD = re.compile(r"^\s+def ([A-Za-z]\w*)", re.MULTILINE)
+_SOLUTION = r"(?m)^class Solution\b"
+_METHOD = r"(?m)^\s+def ([A-Za-z]\w*)"
+
+
+_BEGUN_IN_LINE = r"(?<=\w[:>])[ \t]*(?=```(?:python3?|py)[ \t]*\n)"
+_CLOSED_IN_LINE = r"```(?:<\S{1,20}>)?\s*\Z"
+_INDENTED_FENCE = r"(?m)^([ \t]{4,})(?=```|~~~)"
 
 
 class CodeSettings(Strict):
@@ -177,18 +182,28 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
     return _pairs(tests, function, may_wrap=is_apps)
 
 
-def code_of(completion: Content) -> str:
+def code_of(completion: Content, tests: UnitTests | StdioTests | None = None) -> str:
     """Return the program in a completion: its last Python block, else its last fenced block, else its `<answer>`, else all.
 
+    Of several such blocks, those count that define what `tests` call, or that print: an example may follow the program.
     A block that is not closed goes to the end. Only what follows the thinking counts.
     """
-    text = after_thinking(completion_text(completion))
+    text = re.sub(_BEGUN_IN_LINE, "\n", after_thinking(completion_text(completion)))
+    indented = re.search(_INDENTED_FENCE, text)
     fenced = _blocks(text)
-    python = [body for language, body in fenced if language in _PYTHON]
-    if python:
-        return python[-1]
+    if not fenced and indented:
+        fenced = _blocks(re.sub(f"(?m)^{indented[1]}", "", text[indented.start() :]))
     if fenced:
-        return fenced[-1][1]
+        wanted = "" if tests is None else _wanted(tests)
+        _, body = max(
+            reversed(fenced),
+            key=lambda block: (
+                block[0] in _PYTHON,
+                not block[0],
+                bool(re.search(wanted, block[1])),
+            ),
+        )
+        return re.split(_CLOSED_IN_LINE, body)[0]
     tagged, closing, _ = text.rpartition("</answer>")
     return tagged.rpartition("<answer>")[2] if closing else text
 
@@ -199,23 +214,21 @@ def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
     A block that defines the function follows the prompt's imports and helpers; any other text continues the prompt, up
     to the first line that leaves the function's body.
     """
-    code = code_of(completion)
+    code = code_of(completion, tests)
     imports = "" if "from __future__" in code else _GIVEN_IMPORTS
-    if code.strip() and (isinstance(tests, StdioTests) or tests.calls):
-        if isinstance(tests, StdioTests):
-            return imports + code
+    if isinstance(tests, StdioTests):
+        return imports + code if code.strip() else ""
+    if code.strip() and tests.calls:
         # A function of the same name that is imported here would pass for the program's.
         forget = f"globals().pop({tests.entry_point!r}, None)\n" if imports else ""
         return imports + forget + code + _methods_as_functions(code, [tests.entry_point])
-    if isinstance(tests, StdioTests):
-        return code
-    if _SOLUTION.search(code):
-        called = [tests.entry_point] if tests.entry_point else _METHOD.findall(code)
+    if re.search(_SOLUTION, code):
+        called = [tests.entry_point] if tests.entry_point else re.findall(_METHOD, code)
         return imports + code + _methods_as_functions(code, called)
     if not tests.given:
         return code
     if _defines(code, tests.entry_point):
-        start = _definition(tests.entry_point).search(tests.given)
+        start = re.search(_definition(tests.entry_point), tests.given)
         return f"{tests.given[: start.start()] if start else ''}\n{code}"
     return tests.given + _body(code)
 
@@ -256,8 +269,6 @@ def same_output(printed: bytes, expected: str, tolerance: float) -> bool:
 
 
 def _same_line(line: str, expected: str, tolerance: float) -> bool:
-    if line.rstrip() == expected.rstrip():
-        return True
     words = line.split()
     expected_words = expected.split()
     return len(words) == len(expected_words) and all(
@@ -276,6 +287,18 @@ def _same_word(word: str, expected: str, tolerance: float) -> bool:
         return False
 
 
+def _wanted(tests: UnitTests | StdioTests) -> str:
+    """Return what a program for the tests has: the function that they call, or any, or a call that prints."""
+    if isinstance(tests, StdioTests):
+        return "print|write"
+    name = re.escape(tests.entry_point)
+    return (
+        rf"(?m)\bdef {name}\b|^{name} ?="
+        if name
+        else r"(?m)^ *(?:(?:async )?def (?!test)|class (?!Test))"
+    )
+
+
 def _blocks(text: str) -> list[tuple[str, str]]:
     """Return the language and the body of each fenced block, as CommonMark reads them; the language of `{.python}` too.
 
@@ -291,18 +314,18 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 
 def _methods_as_functions(code: str, functions: Iterable[str]) -> str:
     """Return lines that make methods of `class Solution` the functions under test, as APPS and LeetCode call them."""
-    if not _SOLUTION.search(code):
+    if not re.search(_SOLUTION, code):
         return ""
     missing = [function for function in functions if not _defines(code, function)]
     return "\n\n" + "".join(f"{function} = Solution().{function}\n" for function in missing)
 
 
-def _definition(function: str) -> re.Pattern[str]:
-    return re.compile(rf"^(?:async )?def {re.escape(function)}\b", re.MULTILINE)
+def _definition(function: str) -> str:
+    return rf"(?m)^(?:async )?def {re.escape(function)}\b"
 
 
 def _defines(code: str, function: str) -> bool:
-    return bool(function) and _definition(function).search(code) is not None
+    return bool(function) and re.search(_definition(function), code) is not None
 
 
 def _body(text: str) -> str:
@@ -363,9 +386,11 @@ def _joined(lines: Any) -> Any:
 
 
 def _arguments(test: Record) -> list[Any]:
-    if test.get("testtype") == "functional":  # LiveCodeBench: an argument a line
-        return [_from_json(line) for line in str(test["input"]).splitlines()]
     arguments = _from_json(test["input"])
+    lines = [_from_json(line) for line in str(test["input"]).splitlines()]
+    are_values = isinstance(arguments, str) and not any(isinstance(line, str) for line in lines)
+    if are_values or test.get("testtype") == "functional":  # LiveCodeBench: an argument a line
+        return lines
     return arguments if isinstance(arguments, list) else [arguments]
 
 

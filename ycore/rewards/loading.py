@@ -50,7 +50,7 @@ class Inputs:
     def accepts(self, name: str) -> bool:
         """Whether a call should pass `name`. A bound argument wins over a column of its name."""
         return name not in self.bound and (
-            self.takes_any or name in self.required or name in self.optional
+            self.takes_any or name in self.required + self.optional
         )
 
     def accepted(self, offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def reward_names(specs: Sequence[RewardConfig]) -> list[str]:
     names: list[str] = []
     for spec in specs:
         name = spec.reward.rpartition(":")[2].rstrip("/").rpartition("/")[2]
-        candidates = itertools.chain(
-            [name], (f"{name}_{number}" for number in itertools.count(2))
+        candidates = (
+            f"{name}_{number}" if number > 1 else name for number in itertools.count(1)
         )
         names.append(next(candidate for candidate in candidates if candidate not in names))
     return names

@@ -201,17 +201,17 @@ def inputs_in(ready: object, *, count: int) -> list[Inputs]:
     try:
         inputs = _READY.validate_json(json.dumps(ready), strict=True)
     except ValidationError:
-        raise CallFailed("no answer of a worker: no list of parameters") from None
+        inputs = []
     if len(inputs) != count:
         raise CallFailed("no answer of a worker: no list of parameters")
     return inputs
 
 
 def _score(value: object, problem: object, allowed_range: tuple[float, float] | None) -> Score:
-    if problem is not None and not isinstance(problem, str):
-        raise CallFailed("no answer of a worker: a problem is no text")
-    if problem is not None:
+    if isinstance(problem, str):
         return Score(None, problem=foreign_line(problem))
+    if problem is not None:
+        raise CallFailed("no answer of a worker: a problem is no text")
     if value is None:
         return Score(None)
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -120,7 +120,7 @@ class CodeScorer(Scorer):
         if not source.strip():
             self.meter.no_code += 1
             return Score(0.0)
-        if not reaches(tests, code_of(completion.full_text)):
+        if not reaches(tests, code_of(completion.full_text, tests)):
             self.meter.unreachable += 1
             if reaches(tests, completion_text(prompt.content)):
                 return Score(0.0)

@@ -1,0 +1,304 @@
+"""Right and wrong answers in the ways in which models write them, one kind a test."""
+
+from typing import Any
+
+import pytest
+
+from tests.rewards.test_builtin import score
+from ycore.rewards.answers import final_answer
+from ycore.rewards.code import (
+    CodeSettings,
+    StdioTests,
+    UnitTests,
+    code_of,
+    program_of,
+    row_tests,
+)
+from ycore.types import Prompt
+
+NUMERIC = ("exact_answer", "numeric_answer", "math")
+ADD = "def add(a, b):\n    return a + b\n"
+
+
+def boxed(text: str) -> str:
+    return rf"So the answer is $\boxed{{{text}}}$."
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        r"\boldsymbol{0.5}",
+        r"\bm{0.5}",
+        r"\bf{0.5}",
+        r"\mathit{0.5}",
+        r"\textit{0.5}",
+        r"\mathsf{0.5}",
+        r"\large 0.5",
+        r"\textbf{\frac{1}{2}}",
+        r"\left.\frac{1}{2}\right.",
+        r"0{.}5",
+        r"\color{red}0.5",
+        r"\textcolor{red}{0.5}",
+        r"\underline{0.5}",
+        r"\emph{0.5}",
+        r"\text{0.5}",
+        r"x = 1/2",
+    ],
+)
+def test_the_look_of_a_number_does_not_change_it(written: str) -> None:
+    for name in NUMERIC:
+        assert score(name, boxed(written), answer="1/2") == 1.0, name
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        r"1\hspace{1pt}234",
+        r"1\kern1pt 234",
+        r"1\mkern2mu234",
+        r"1\, 234",
+        r"1\mathord{,}234",
+        r"1\mathpunct{,}234",
+        r"1{,}234{.}00",
+        r"\num{1,234}",
+        "1 234",
+    ],
+)
+def test_thousands_are_not_cut(written: str) -> None:
+    for name in NUMERIC:
+        assert score(name, boxed(written), answer="1234") == 1.0, name
+        assert score(name, boxed(written), answer="234") == 0.0, name
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("The total is 1 234.", "1234", 1),
+        ("The total is 1 234.", "234", 0),
+        ("Es sind 12 345 678 Menschen.", "12345678", 1),
+        ("Die Antwort ist 3,5.", "3.5", 1),
+        ("Die Antwort ist 3,5.", "5", 0),
+        ("Es kostet 3,50 €", "3.5", 1),
+        ("0,125", "0.125", 1),
+        ("0,125", "125", 0),
+        ("It is (1,2)", "2", 0),
+        ("3, 4", "4", 1),
+        ("It is 5 or 6", "6", 0),
+        ("It is 1/2 or 0.5", "0.5", 1),
+        ("It is minus 7.", "-7", 1),
+        ("It is minus 7.", "7", 0),
+        ("10 minus 7", "-7", 0),
+    ],
+)
+def test_a_text_ends_with_a_whole_number(completion: str, answer: str, expected: int) -> None:
+    for name in ("exact_answer", "numeric_answer"):
+        assert score(name, completion, answer=answer) == expected, name
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        r"3.00 \times 10^8 \, \mathrm{m/s}",
+        r"3*10**8",
+        r"3\times{10}^{8}",
+        r"3{\times}10^8",
+    ],
+)
+def test_powers_of_ten_are_read(written: str) -> None:
+    for name in NUMERIC:
+        assert score(name, boxed(written), answer="3e8") == 1.0, name
+        assert score(name, boxed(written), answer="8") == 0.0, name
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        r"5 \; \text{cm}",
+        r"5 \, cm",
+        r"5\hspace{2pt}\text{cm}",
+        r"5\operatorname{cm}",
+        r"5\:\rm{cm}",
+        r"5\ {\rm cm}",
+        r"5\enspace\text{cm}",
+        r"5\quad\text{cm}",
+        r"5\,\textup{cm}",
+        r"5\,\rm cm",
+    ],
+)
+def test_units_are_read_in_every_look(written: str) -> None:
+    for name in ("exact_answer", "math"):
+        assert score(name, boxed(written), answer="5 cm") == 1.0, name
+    assert score("exact_answer", boxed(written), answer="5 km") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        (r"45\degree", "45"),
+        (r"45^{\text{o}}", r"45^\circ"),
+        (r"45^{\circ}C", r"45^\circ C"),
+        (r"45°C", r"45^\circ C"),
+        (r"0.\overline{3}", "1/3"),
+        (r"1.\overline{6}", "5/3"),
+    ],
+)
+def test_degrees_and_repeating_decimals_are_numbers(written: str, answer: str) -> None:
+    for name in ("exact_answer", "math"):
+        assert score(name, boxed(written), answer=answer) == 1.0, name
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("x = 5", "x=5", 1),
+        (r"\boxed{5}", "x = 5", 1),
+        (r"\boxed{x=6, y=7}", "7", 0),
+        (r"\boxed{x=6 \text{ or } x=7}", "7", 0),
+        (r"\boxed{AB = 3 + 4 = 7}", "7", 1),
+        (r"\boxed{5}", "5x", 0),
+        (r"\boxed{2}", "2xy", 0),
+        ("y = 5x", "5", 0),
+        ("The line is y=2x+5", "5", 0),
+        (r"\boxed{-x+1}", "x+1", 0),
+        (r"\boxed{2(x+1)}", "(x+1)", 0),
+        (r"\boxed{2\sqrt{3}}", r"\sqrt{3}", 0),
+        (r"\boxed{\frac{1}{\sqrt{3}}}", r"\sqrt{3}", 0),
+        (r"$\boxed{\sqrt{3}}$ is it.", r"\sqrt{3}", 1),
+        ("y = 2x + 1", "2x+1", 1),
+        (r"The answer is **\sqrt{3}**.", r"\sqrt{3}", 1),
+        ("It is well-known", "well-known", 1),
+        ("- [1, 2]", "[1,2]", 1),
+    ],
+)
+def test_no_part_of_a_formula_is_the_answer(
+    completion: str, answer: str, expected: int
+) -> None:
+    assert score("exact_answer", completion, answer=answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        (r"\boxed{2yx}", "2xy", 1),
+        (r"\boxed{yx}", "xy", 1),
+        (r"\boxed{3x^2y}", "3yx^2", 1),
+        (r"\boxed{-1 < x < 3}", "(-1,3)", 1),
+        (r"\boxed{x \le 3}", r"(-\infty,3]", 1),
+        (r"\boxed{x \le 4}", r"(-\infty,3]", 0),
+        (r"\boxed{\varnothing}", r"\emptyset", 1),
+        ("The answer is (1,2).", "(1,2)", 1),
+        ("The answer is (1,2).", "(2,1)", 0),
+        ("US$18", "18", 1),
+        (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1),
+        (r"\boxed{\text{Bob}}", r"\text{Evelyn}", 0),
+        (r"\boxed{5}", "5x", 0),
+        (r"\boxed{x=6, y=7}", "7", 0),
+    ],
+)
+def test_formulas_are_equal_as_people_say(completion: str, answer: str, expected: int) -> None:
+    assert score("math", completion, answer=answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("B", "(B)", 1),
+        ("The answer is B.", "(B)", 1),
+        ("(C)", "(B)", 0),
+        ("Answer: B) Paris", "B", 1),
+        ("**Answer: B. Paris**", "B", 1),
+        ("A) Rome\nB) Paris\nC) Oslo\nD) Bonn", "D", 0),
+        ("Answer: A) Rome, or B) Paris", "B", 0),
+        (r"The answer is \boxed{B}, since 3 > 2.", "B", 1),
+        ("A, B, C, D", "D", 0),
+        ("A, B, C, or D", "D", 0),
+        ("(A) (B) (C) (D)", "D", 0),
+        ("A/B/C/D", "D", 0),
+        ("A or B", "B", 0),
+        ("A, B, C", "B, C", 0),
+        ("not B", "B", 0),
+        ("The answer isn't B", "B", 0),
+        ("It is not the Louvre", "Louvre", 0),
+        ("yes or no", "no", 0),
+        ("Yes/No", "No", 0),
+        ("It is not true", "true", 0),
+        ("不是北京", "北京", 0),
+        ("是的,对", "对", 1),
+        ("Hamlet", '"Hamlet"', 1),
+        ("红楼梦", "《红楼梦》", 1),
+        ("Paris 🎉", "Paris", 1),
+        ("<b>Paris</b>", "Paris", 1),
+        ("Paris<|im_end|>", "Paris", 1),
+        (r"\boxed{Paris} is the capital of France.", "Paris", 1),
+        ("It is not Rome but Paris", "Paris", 1),
+    ],
+)
+def test_choices_and_words(completion: str, answer: str, expected: int) -> None:
+    assert score("exact_answer", completion, answer=answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("C++ is good", "C", 0),
+        ("C# here", "C", 0),
+        ("It is C++ here", "C++", 1),
+        ("The answer is B since", "(B)", 1),
+        ("红楼梦吗", "《红楼梦》", 1),
+        ("It's not Paris, but", "Paris", 0),
+    ],
+)
+def test_words_within_a_text(completion: str, answer: str, expected: int) -> None:
+    assert score("contains_answer", completion, answer=answer) == expected
+
+
+def test_a_number_of_any_length_has_a_text() -> None:
+    assert final_answer("1" * 100_000) == "1" * 100_000
+
+
+CALLS = UnitTests(entry_point="add", calls=(([1, 2], 3),))
+ASSERTS = UnitTests(("assert add(1, 2) == 3",))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```python\n{ADD}```\nUsage:\n```python\nprint(add(1, 2))\n```",
+        f"```python\n{ADD}```\nTests:\n```python\ndef test_it():\n    assert add(1, 2) == 3\n```",
+        f"```python\ndef add(a, b):\n    return a - b\n```\nBetter:\n```python\n{ADD}```",
+        f"```\n{ADD}```\nOutput:\n```\n3\n```",
+        f"```\n{ADD}```\nRun:\n```bash\npython a.py\n```",
+        f"<answer>```python\n{ADD}```</answer>",
+        f"Here is the code: ```python\n{ADD}```",
+        f"```python\n{ADD.rstrip()}```",
+        f"```python\n{ADD}```<|im_end|>",
+        "Here:\n\n    ```python\n    def add(a, b):\n        return a + b\n    ```",
+        "Here:\n    ```python\n    def add(a, b):\n        return a + b\n    ```",
+    ],
+)
+def test_the_program_is_found_beside_its_example(text: str) -> None:
+    for tests in (CALLS, ASSERTS):
+        names: dict[str, Any] = {}
+        exec(program_of(text, tests), names)
+        assert names["add"](1, 2) == 3
+
+
+def test_a_program_that_prints_is_found_before_its_output() -> None:
+    text = "```\nprint(3)\n```\nIt gives:\n```\n3\n```"
+    assert code_of(text, StdioTests((("", "3"),))) == "print(3)\n"
+
+
+def test_an_argument_a_line_is_read_without_a_type() -> None:
+    tests = {"inputs": ["1\n[2, 3]"], "outputs": ["3"], "fn_name": "add"}
+    read = row_tests(Prompt(0, "q", {"tests": tests}), CodeSettings())
+    assert isinstance(read, UnitTests) and read.calls == (([1, [2, 3]], 3),)
+
+
+def test_the_name_of_a_function_is_no_pattern() -> None:
+    tests = UnitTests(entry_point="f(", calls=(([1], 1),))
+    assert code_of("```python\na = 1\n```", tests) == "a = 1\n"
+
+
+@pytest.mark.parametrize("written", ["12 * 12\n144", "Day 3\n144", "1 | 2\n3\n\n144"])
+def test_numbers_on_lines_of_their_own_are_no_thousands(written: str) -> None:
+    assert [score(name, written, answer="144") for name in NUMERIC] == [1.0, 1.0, 1.0]

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from textwrap import fill, indent
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
@@ -24,12 +24,6 @@ ReportedRuns = Annotated[
 ]
 Page = Annotated[
     Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")
-]
-Fit = Annotated[
-    Literal["steps", "seconds"] | None,
-    typer.Option(
-        "--fit", help="Fit the reward's curve over steps or seconds, and say where it leads."
-    ),
 ]
 Recipe = Annotated[
     str | None,
@@ -50,7 +44,6 @@ def report(
     output: Page = None,
     live: o.Live = False,
     once: o.Once = False,
-    fit: Fit = None,
     json: o.Json = False,
 ) -> None:
     """Look at a run: one page of curves and completions, or live.
@@ -61,7 +54,6 @@ def report(
     ycore report runs/quickstart
     ycore report runs/dapo runs/grpo --output dapo-and-grpo.html
     ycore report runs/quickstart --live
-    ycore report runs/dapo runs/grpo --fit steps
     """
 
     if not runs:
@@ -76,7 +68,7 @@ def report(
     if live or once:
         _follow(runs, once=once)
         return
-    from ycore.view.report import fit_lines, make_report, read_run, report_json, write_report
+    from ycore.view.report import make_report, read_run, report_json, write_report
 
     page = output or runs[0] / "report.html"
     if page.suffix != ".html":
@@ -86,12 +78,11 @@ def report(
         )
     made = make_report([read_run(root) for root in runs])
     write_report(made, page)
-    fits = [] if fit is None else fit_lines(made, over=fit)
     if json:
-        print_json(report_json(made) | ({"fits": dict(fits)} if fit else {}))
+        print_json(report_json(made))
     else:
         problems = [("damaged", problem) for run in made for problem in run.problems]
-        print_table([("page", str(page)), *fits, *problems])
+        print_table([("page", str(page)), *problems])
 
 
 def _follow(runs: Sequence[Path], *, once: bool) -> None:

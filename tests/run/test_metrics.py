@@ -1,11 +1,9 @@
 """metrics.jsonl and what is read of it: rows, the summary of a run, Wilson's interval and pass@k."""
 
-import json
 from contextlib import closing
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from ycore.run.metrics import (
     MetricsFollower,
     MetricsWriter,
-    fit_sigmoid,
     number,
     pass_at_k,
     read_metrics,
@@ -249,57 +246,3 @@ def test_a_foreign_row_is_left_out_and_named(step: str, tmp_path: Path) -> None:
     path.write_text(f'{{"step": 1}}\n{{"step": {step}}}\n{{"step": 3}}\n')
     assert read_metrics(path, say=said.append) == [{"step": 1}, {"step": 3}]
     assert len(said) == 1 and said[0].startswith(f"line 2 of {path} is damaged")
-
-
-def sigmoid(
-    x: np.ndarray, start: float, asymptote: float, rate: float, midpoint: float
-) -> np.ndarray:
-    return start + (asymptote - start) / (1 + (midpoint / x) ** rate)
-
-
-def test_the_parameters_of_a_synthetic_curve_come_back() -> None:
-    steps = np.arange(1.0, 121.0)
-    known = {"start": 0.1, "asymptote": 0.9, "rate": 2.0, "midpoint": 40.0}
-    fit = fit_sigmoid(steps, sigmoid(steps, **known), end=240)
-    expected = known | {"at_end": float(sigmoid(np.array([240.0]), **known)[0])}
-    assert {name: value for name, (value, _, _) in fit.items()} == pytest.approx(
-        expected, rel=0.02
-    )
-
-
-def test_some_nine_of_ten_intervals_hold_the_truth() -> None:
-    random = np.random.default_rng(0)
-    steps = np.arange(1.0, 121.0)
-    names, hits = ("start", "asymptote", "rate", "midpoint", "at_end"), []
-    for _ in range(40):
-        known = random.uniform([0, 0.6, 1, 20], [0.2, 1, 3, 60])
-        fit = fit_sigmoid(steps, sigmoid(steps, *known) + random.normal(0, 0.04, 120), end=240)
-        truth = [*known, sigmoid(np.array([240.0]), *known)[0]]
-        hits.append(
-            [
-                fit[name][1] <= value <= fit[name][2]
-                for name, value in zip(names, truth, strict=True)
-            ]
-        )
-    assert np.mean(hits) >= 0.88 and np.mean(hits, axis=0).min() >= 0.75
-
-
-def test_a_curve_that_has_not_bent_has_no_certain_asymptote() -> None:
-    steps = np.arange(1.0, 31.0)
-    noise = np.random.default_rng(1).normal(0, 0.03, 30)
-    fit = fit_sigmoid(steps, sigmoid(steps, 0.1, 0.9, 2, 60) + noise, end=240)
-    _, low, high = fit["asymptote"]
-    assert low < 0.5 and high > 2
-
-
-def test_first_halves_of_recorded_runs_foretell_their_ends_roughly() -> None:
-    """The intervals are of noise alone: a run whose curve is no sigmoid ends outside of them, as report.md says."""
-    errors = {}
-    for name in ("quickstart", "judge-chat", "hh-reward", "ppo-quickstart", "hh-dpo"):
-        steps = json.loads((BANDS / f"{name}.json").read_text())["steps"]
-        curve = np.mean(steps, axis=1)
-        half, tenth = len(curve) // 2, max(3, len(curve) // 10)
-        fit = fit_sigmoid(range(1, half + 1), curve[:half], end=len(curve))
-        errors[name] = fit["at_end"][0] - curve[-tenth:].mean()
-    assert max(map(abs, errors.values())) < 0.15, errors
-    assert abs(errors["quickstart"]) < 0.05

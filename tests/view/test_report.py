@@ -254,20 +254,6 @@ def test_several_runs_side_by_side(
     assert "One run a setting" in page.read_text()
 
 
-def test_a_report_says_where_the_curves_lead(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = make_run(tmp_path / "second", seconds=20.0)
-    assert ycore(["report", str(run), str(other), "--fit", "seconds", "--json"]) == 0
-    fits = json.loads(capsys.readouterr().out)["fits"]
-    assert "asymptote" in fits["first"] and "at_end is after 120 seconds" in fits["first"]
-    assert "at_end is after 240 seconds" in fits["second"]
-    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(rows[:11]))
-    assert ycore(["report", str(run), "--fit", "steps"]) == 2
-    assert "12 steps with a reward or more" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("problem", ["no run.json", "no step"])
 def test_what_is_no_run_is_refused(
     problem: str, run: Path, capsys: pytest.CaptureFixture[str]

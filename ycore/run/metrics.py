@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from ycore.run.files import (
     LineFollower,
@@ -229,73 +229,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
             f"pass@k needs 0 <= c <= n and 1 <= k <= n; n is {n}, c is {c}, k is {k}"
         )
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
-
-
-Interval = tuple[float, float, float]
-"""A value, and the ends of its 95 % interval."""
-
-_CHI_SQUARE_95 = 3.841459
-_GRID_STEP = 1.2
-"""From a point of the first grid to the next it is less."""
-
-
-def fit_sigmoid(
-    spent: Sequence[float], rewards: Sequence[float], *, end: float
-) -> dict[str, Interval]:
-    """Fit `start + (asymptote - start) / (1 + (midpoint / spent)^rate)` to a run (ScaleRL, arXiv 2510.13786, eq. 1).
-
-    For each rate and midpoint of a grid, start and asymptote follow by least squares; the grid is drawn again where it
-    fits. An interval reaches as far as the squares stay within their 95 % limit (profile likelihood of equal noise).
-
-    Args:
-        spent: steps or seconds, above 0, of which each reward is.
-        end: where to predict the reward, `at_end`.
-    """
-    import numpy as np
-
-    x = np.asarray(spent, float)
-    rates = np.geomspace(0.25, 8, 60)
-    midpoints = np.geomspace(x.min(), 4 * x.max(), 60)
-    for _ in range(3):
-        fit = _fit_on_grid(x, np.asarray(rewards, float), rates, midpoints, end)
-        rates, midpoints = (
-            np.geomspace(low / _GRID_STEP, high * _GRID_STEP, 60)
-            for _, low, high in (fit["rate"], fit["midpoint"])
-        )
-    return fit
-
-
-def _fit_on_grid(x: Any, y: Any, rates: Any, midpoints: Any, end: float) -> dict[str, Interval]:
-    """Fit the curve with each rate and midpoint, and return the best, with the reach of those that are nearly as good."""
-    import numpy as np
-
-    rate, midpoint = np.meshgrid(rates, midpoints, indexing="ij")
-    shares = 1 / (1 + (midpoint[..., None] / x) ** rate[..., None])
-    mean = shares.mean(axis=-1)
-    centred = shares - mean[..., None]
-    spread = np.maximum((centred**2).sum(axis=-1), 1e-9)
-    slope = centred @ y / spread
-    squares = np.maximum(len(x) * y.var() - slope**2 * spread, 0)
-    limit = squares.min() * (1 + _CHI_SQUARE_95 / (len(x) - 4))
-    near = squares <= limit
-    best = squares.argmin()
-
-    def interval(values: Any, halves: Any) -> Interval:
-        """The value where the squares are least, and its reach where they are within the limit."""
-        low = (values - halves)[near].min()
-        high = (values + halves)[near].max()
-        return float(values.flat[best]), float(low), float(high)
-
-    fit = {}
-    places = {"start": 0.0, "asymptote": 1.0, "at_end": 1 / (1 + (midpoint / end) ** rate)}
-    for name, place in places.items():
-        distance = place - mean
-        variance = 1 / len(x) + distance**2 / spread
-        half = np.sqrt(np.maximum(limit - squares, 0) * variance)
-        fit[name] = interval(y.mean() + slope * distance, half)
-    fit["rate"] = interval(rate, 0 * rate)
-    fit["midpoint"] = interval(midpoint, 0 * rate)
-    return fit
 
 
 # -- counts of a rank --------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ycore.config.schema import RunConfig
 from ycore.errors import RunFolderError
 from ycore.run.files import RunFolder, read_json
-from ycore.run.metrics import REWARD, STEP_SECONDS, Row, fit_sigmoid, number, read_metrics
+from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number, read_metrics
 from ycore.run.resuming import read_round, round_file, rounds_in
 from ycore.run.text import as_duration, printable, topic
 from ycore.scoring.group_rewards import weighted_sum
@@ -438,37 +437,6 @@ def report_json(runs: Sequence[RecordedRun]) -> JsonObject:
             for run in runs
         ]
     }
-
-
-_FEWEST_FITTED = 12
-
-
-def fit_lines(runs: Sequence[RecordedRun], over: str) -> list[tuple[str, str]]:
-    """Say what curve each run's rewards follow over `steps` or `seconds`, and where it leads."""
-    lines = []
-    for run in runs:
-        spent: list[float] = []
-        rewards: list[float] = []
-        for row in run.metrics:
-            reward = number(row, *REWARD)
-            seconds = number(row, *STEP_SECONDS)
-            if reward is not None and seconds:
-                rewards.append(reward)
-                spent.append(1.0 if over == "steps" else seconds)
-        if len(rewards) < _FEWEST_FITTED:
-            raise RunFolderError(
-                f"--fit takes {_FEWEST_FITTED} steps with a reward or more; {run.root} has {len(rewards)}; train for "
-                "longer"
-            )
-        end = fmean(spent) * max(run.config.get("steps") or 0, len(spent))
-        fit = fit_sigmoid([*accumulate(spent)], rewards, end=end)
-        parts = [
-            f"{name} {value:.3g} [{low:.3g}, {high:.3g}]"
-            for name, (value, low, high) in fit.items()
-        ]
-        line = f"{', '.join(parts)}; at_end is after {end:.4g} {over}"
-        lines.append((run.name, line))
-    return lines
 
 
 def render_page(runs: Sequence[RecordedRun]) -> str:

@@ -470,6 +470,12 @@ def test_the_plan_counts_answers_that_are_worked_solutions_without_a_mark(
     assert note.startswith("1 x answer is a long text")
 
 
+def test_an_unused_column_in_a_thousand_lists_is_left_alone(tmp_path: Path) -> None:
+    row = f'{{"prompt": "Q?", "options": {"[" * 900}3{"]" * 900}}}\n'
+    (tmp_path / "a.jsonl").write_text(row)
+    assert prompts(tmp_path / "a.jsonl").reading["expected"] == []
+
+
 def test_an_answer_in_a_thousand_lists_is_a_refused_row(tmp_path: Path) -> None:
     row = f'{{"prompt": "Q?", "answer": {"[" * 900}3{"]" * 900}}}\n'
     (tmp_path / "a.jsonl").write_text(row)

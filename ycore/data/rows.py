@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from os.path import commonprefix
@@ -583,8 +584,9 @@ class RowReader:
         more = set[str]()
         for row in islice(self.table, _FIRST_ROWS if names else 0):
             read: Any = self.read(row) if learns else self.prompt_column and self.prompt(row)
-            words = _flat(read.question or read.answers if isinstance(read, Row) else read)
-            more.update(name for name in names if _says_more(row.cell(name), words))
+            with suppress(RecursionError):  # a cell that nests so deep is no part of a question
+                words = _flat(read.question or read.answers if isinstance(read, Row) else read)
+                more.update(name for name in names if _says_more(row.cell(name), words))
         return [name for name in names if name in more]
 
     def in_words(self) -> str:

@@ -303,6 +303,8 @@ def check_characters(text: str, label: str, row: TableRow) -> None:
 
 def is_dialogue(text: str) -> bool:
     """Tell whether `text` is a conversation, `Human: ... Assistant: ...`, as in hh-rlhf."""
+    if "Human:" not in text:
+        return False
     pattern = r"\n\nHuman:|\s*Human:(?s:.*)\n[ \t]*Assistant:"
     return re.match(pattern, text) is not None
 

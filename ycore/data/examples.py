@@ -158,7 +158,7 @@ def hold_out(
     examples: Sequence[Example], count: int, chance: random.Random
 ) -> tuple[list[Example], list[Example]]:
     """Split into train and held-out examples, shuffled. Examples of one prompt stay together."""
-    groups: dict[Any, list[Example]] = {}
+    groups: dict[str, list[Example]] = {}
     for example in examples:
         groups.setdefault(_key(_prompt_of(example)), []).append(example)
     shuffled = list(groups.values())
@@ -183,14 +183,15 @@ def _prompt_of(example: Example) -> Any:
     return [example["prompt"], example["images"]] if "images" in example else example["prompt"]
 
 
-def _key(value: Any) -> Any:
-    """Return a key that is equal for values that differ in white space, or in the order of keys, alone."""
+def _key(value: Any) -> str:
+    """Return a text that is equal for values that differ in white space, or in the order of keys, alone."""
     if isinstance(value, str):
         return " ".join(value.split())
     if isinstance(value, dict):
-        value = sorted(value.items())
+        pairs = [f"{name}\0{_key(value[name])}" for name in sorted(value)]
+        return "{" + "\0".join(pairs) + "}"
     if isinstance(value, list | tuple):
-        return tuple([_key(item) for item in value])
+        return "[" + "\0".join([_key(item) for item in value]) + "]"
     return repr(value)
 
 

@@ -106,6 +106,7 @@ _OPENED = re.compile(
     r"\n[ \t]*Assistant:|<\|im_start\|>assistant|\[/INST\]|<\|end_header_id\|>|<start_of_turn>model|<\|assistant\|>"
     r"|### (Response|Assistant|Answer):|ASSISTANT:"
 )
+_ENDS_OPENED = re.compile(rf"(?:{_OPENED.pattern})\s*\Z")
 """The marks that open an answer in a text."""
 
 _IN_BRACKETS = re.compile(r"(?!\[INST)(?:\[(?s:.*)\]|\{(?s:.*)\})\Z")
@@ -159,6 +160,11 @@ class RowReader:
         self.form = self._find_form()
         self._columns -= {self._question_name or ""}
         self.answer = self._find_answer()
+        self._other_golds = [
+            name
+            for name in (() if needs.answer_column else GOLD_COLUMNS[:-1])
+            if name != self.answer and name.partition(".")[0] in self._columns
+        ]
         self._joined = self._present(self.form.joined if self.form else ())
         self._system = self._first(SYSTEM_COLUMNS)
         self._history = self._present(["history"])
@@ -280,7 +286,7 @@ class RowReader:
     def _turns(self, text: str) -> list[Message]:
         if is_dialogue(text):
             return to_messages(text)
-        if _BEGINS_CHAT.match(text) or re.search(rf"(?:{_OPENED.pattern})\s*\Z", text):
+        if _BEGINS_CHAT.match(text) or _ENDS_OPENED.search(text):
             self.notes[
                 "texts have the marks of a chat template, and get the model's template around them"
             ] += 1
@@ -501,7 +507,7 @@ class RowReader:
             return
         try:
             golds = golds_of(row.cell(self.answer))
-            for name in () if self.needs.answer_column else GOLD_COLUMNS[:-1]:
+            for name in self._other_golds:
                 if (other := golds_of(row.cell(name))) and set(golds).isdisjoint(other):
                     self.notes[
                         f"{name} is not {self.answer}, which rewards compare; name the right one with --answer-column"

@@ -106,8 +106,8 @@ _OPENED = re.compile(
     r"\n[ \t]*Assistant:|<\|im_start\|>assistant|\[/INST\]|<\|end_header_id\|>|<start_of_turn>model|<\|assistant\|>"
     r"|### (Response|Assistant|Answer):|ASSISTANT:"
 )
-_ENDS_OPENED = re.compile(rf"(?:{_OPENED.pattern})\s*\Z")
 """The marks that open an answer in a text."""
+_ENDS_OPENED = re.compile(rf"(?:{_OPENED.pattern})\s*\Z")
 
 _IN_BRACKETS = re.compile(r"(?!\[INST)(?:\[(?s:.*)\]|\{(?s:.*)\})\Z")
 _ASKING = ("user", "system", "developer")
@@ -158,7 +158,7 @@ class RowReader:
         self.has_pairs = {"chosen", "rejected"} <= self._columns
         self.labels: tuple[str, ...] = ()  # columns beside the answers that are learned from
         self.form = self._find_form()
-        self._columns -= {self._question_name or ""}
+        self._columns -= {self._question_name or ""}  # from here on, those beside the question
         self.answer = self._find_answer()
         self._other_golds = [
             name
@@ -167,7 +167,7 @@ class RowReader:
         ]
         self._joined = self._present(self.form.joined if self.form else ())
         self._system = self._first(SYSTEM_COLUMNS)
-        self._history = self._present(["history"])
+        self._history_columns = self._present(["history"])
         learns_turns = needs.as_chat and needs.kind != "prompts" and self.answer is not None
         self._reasoning = self._first(REASONING_COLUMNS) if learns_turns else None
         self._for_template = self._present(TEMPLATE_COLUMNS if needs.as_chat else ())
@@ -272,7 +272,7 @@ class RowReader:
                 self.notes[
                     "questions in brackets are taken as text, for they list no turns"
                 ] += 1
-            if not self.needs.as_chat and not self._history:
+            if not self.needs.as_chat and not self._history_columns:
                 system = _text_of(row, self._system)
                 return f"{system}\n\n{content}" if system else content
             content = self._turns(content)
@@ -303,7 +303,7 @@ class RowReader:
                 self.notes[
                     f"turns keep their own system prompt, not the column {self._system}"
                 ] += 1
-        return [*start, *(_history(row) if self._history else ()), *rest]
+        return [*start, *(_history(row) if self._history_columns else ()), *rest]
 
     def may_show(self, content: Content) -> bool:
         """Tell whether a row with this question may have pictures."""
@@ -458,7 +458,7 @@ class RowReader:
             return self._joined_row(row, question, pair)
         chosen, rejected = pair.values()
         if isinstance(chosen, str) and isinstance(rejected, str):
-            if self._system or self._history:
+            if self._system or self._history_columns:
                 raise DataError(
                     f"{row.place} has a system prompt or a history, and no question before 'chosen' and 'rejected'; "
                     "name the question's column with --prompt-column, or make them chat turns"
@@ -588,16 +588,18 @@ class RowReader:
         wanted = EXPECTED_OF_ANSWERS if learns else EXPECTED
         names = [name for name in unused if re.fullmatch(wanted, name)]
         more = set[str]()
+        notes = self.notes.copy()  # of these rows were taken when all were read
         for row in islice(self.table, _FIRST_ROWS if names else 0):
             read: Any = self.read(row) if learns else self.prompt_column and self.prompt(row)
             with suppress(RecursionError):  # a cell that nests so deep is no part of a question
                 words = _flat(read.question or read.answers if isinstance(read, Row) else read)
                 more.update(name for name in names if _says_more(row.cell(name), words))
+        self.notes = notes
         return [name for name in names if name in more]
 
     def in_words(self) -> str:
         """`question from instruction + input, answer from output, tools`."""
-        columns = (self._system, *self._history, self._question_name, *self._joined)
+        columns = (self._system, *self._history_columns, self._question_name, *self._joined)
         question = " + ".join(name for name in columns if name)
         answer = " + ".join(name for name in (self._reasoning, self.answer) if name)
         if self.reads_pairs:

@@ -252,7 +252,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     facts = facts_of(json.loads((model / "config.json").read_text()), name=arguments.model)
     lengths = round_lengths(arguments.output, step=arguments.steps - 1)
     groups = groups_of(lengths, prompt_tokens(model, settings.prompts))
-    num_engines = len(json.loads((run / "engines.json").read_text())["engines"])
+    engines = json.loads((run / "engines.json").read_text())["engines"]
+    num_engines = max(1, len(engines))  # transformers generates in the trainer
     weight_bytes = 2 if arguments.dtype == "bfloat16" else 4
     limits = {
         "train": train_limit(facts, groups, speeds),

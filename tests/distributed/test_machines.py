@@ -246,6 +246,9 @@ FAULTS: dict[Callable[[Machines, int], None], tuple[int, str]] = {
 }
 """Faults, with the exit status of the machines that learn of it and the reason that they name."""
 
+QUICK = (kill_command, fail_in_rank, interrupt, freeze_command)
+"""One fault of each reason; the others are left to `make verify`."""
+
 
 CUTS = (cut_network, drop_packets, cut_power)
 
@@ -295,7 +298,7 @@ def one_fault(machines: Machines, fault: Any, victim: int) -> float:
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(fault, marks=[pytest.mark.verify] * (fault in (drop_packets, cut_power)))
+        fault if fault in QUICK else pytest.param(fault, marks=pytest.mark.verify)
         for fault in FAULTS
     ],
     ids=lambda fault: fault.__name__,

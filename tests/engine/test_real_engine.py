@@ -171,6 +171,7 @@ def test_engine_and_trainer_agree_on_every_step(
     assert version == "3"
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_without_the_sync_they_drift_apart(
     server: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool

@@ -101,16 +101,26 @@ def test_a_gguf_file_of_the_users_is_no_model(tmp_path: Path) -> None:
     assert "m.gguf is a file" in message and "safetensors" in message
 
 
-def test_tokens_survive_the_conversion(tmp_path: Path) -> None:
-    folder = tmp_path / "m"
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf")
+
+
+@pytest.fixture(scope="module")
+def converted(source: Path) -> Path:
+    folder = source.with_suffix("")
     folder.mkdir()
-    convert("gguf", write_gguf(tmp_path / "m.gguf"), folder)
-    assert read_settings(folder / "tokenizer_config.json")["eos_token"] == "<|im_end|>"
-    assert read_settings(folder / "generation_config.json")["eos_token_id"] == 2
+    convert("gguf", source, folder)
+    return folder
+
+
+def test_tokens_survive_the_conversion(converted: Path) -> None:
+    assert read_settings(converted / "tokenizer_config.json")["eos_token"] == "<|im_end|>"
+    assert read_settings(converted / "generation_config.json")["eos_token_id"] == 2
 
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(converted)
     assert tokenizer.chat_template == TEMPLATE
     # Digits are split off before anything is merged, so two spaces before one are one token.
     assert tokenizer.convert_ids_to_tokens(tokenizer("a  12").input_ids) == [
@@ -121,14 +131,11 @@ def test_tokens_survive_the_conversion(tmp_path: Path) -> None:
     ]
 
 
-def test_weights_survive_the_conversion(tmp_path: Path) -> None:
+def test_weights_survive_the_conversion(source: Path, converted: Path) -> None:
     from gguf import GGUFReader
     from safetensors.torch import load_file
 
-    source = write_gguf(tmp_path / "m.gguf")
-    (tmp_path / "m").mkdir()
-    convert("gguf", source, tmp_path / "m")
-    saved = load_file(tmp_path / "m" / "model.safetensors")
+    saved = load_file(converted / "model.safetensors")
     raw = {tensor.name: tensor.data for tensor in GGUFReader(source).tensors}
     pairs = {
         "model.layers.1.mlp.up_proj.weight": "blk.1.ffn_up.weight",

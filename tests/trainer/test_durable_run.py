@@ -220,8 +220,10 @@ class Edits(TrainerCallback):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "".join('{"prompt": "2 + 2 ="}\n' for _ in range(11))],
-    ids=["emptied", "rewritten"],
+    [
+        pytest.param("", id="emptied", marks=pytest.mark.verify),
+        pytest.param('{"prompt": "2 + 2 ="}\n' * 11, id="rewritten"),
+    ],
 )
 def test_a_run_goes_on_with_its_own_rows_when_the_dataset_is_edited(
     tmp_path: Path, model: Path, reference: Callable[[str], RunFolder], text: str
@@ -251,6 +253,7 @@ def test_a_dataset_too_large_for_memory_that_is_edited_ends_the_run_which_resume
     assert_same(folder, reference("one step a round"))
 
 
+@pytest.mark.verify
 def test_the_curve_depends_on_the_generators(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

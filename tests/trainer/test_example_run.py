@@ -233,7 +233,9 @@ def ranks_right(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["whole", "adapter"])
-@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize(
+    "method", ["sft", "dpo", pytest.param("kto", marks=pytest.mark.verify)]
+)
 def test_the_compact_head_changes_no_figure_of_trls(
     method: str,
     lora: dict[str, int] | None,
@@ -442,7 +444,9 @@ class Keeps(TrainerCallback):
         ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.verify), "bfloat16"]
+)
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_reward_model_that_is_kept_trains_on_as_it_was(
     dtype: str, lora: bool, place: Path, tmp_path: Path

@@ -281,6 +281,7 @@ class Less(Echo):
 """
 
 
+@pytest.mark.verify
 def test_a_run_draws_two_datasets_by_share_and_tells_their_rewards_apart(
     tmp_path: Path, model: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:

@@ -130,5 +130,6 @@ def offload_that_does_not_come_back() -> None:
 
 if __name__ == "__main__":
     _setup_privateuseone_for_python_backend(NAME)
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        globals()[sys.argv[1]]()
+    for case in sys.argv[1:]:
+        with FakeTensorMode(shape_env=ShapeEnv()):
+            globals()[case]()

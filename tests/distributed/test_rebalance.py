@@ -8,6 +8,7 @@ import json
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ def run_until(
         time.sleep(0.1)
     assert process.wait(timeout=300) == 130, log.read_text()[-2000:]
     return read_metrics(folder.metrics)
+
+
+def groups_in(file: Path) -> list[dict[str, Any]]:
+    """The groups of a round's file: below its first line, which describes the file."""
+    groups: list[dict[str, Any]] = json.loads(file.read_text().splitlines()[1])["groups"]
+    return groups
 
 
 def test_a_core_moves_to_the_engines_and_no_step_is_lost_or_changed(tmp_path: Path) -> None:
@@ -102,3 +109,29 @@ def test_a_core_moves_to_the_engines_and_no_step_is_lost_or_changed(tmp_path: Pa
     for row, other in zip(rows[:last], others[:last], strict=True):
         assert [row.get(name) for name in SAME] == [other.get(name) for name in SAME]
     assert rows[last - 1]["loss"] != rows[last - 2]["loss"]
+
+
+def test_a_core_moves_while_a_stream_is_in_flight(tmp_path: Path) -> None:
+    """What was being written begins anew with one rank; no step and no group comes twice, and none is too old."""
+    max_staleness = 3
+    job = Job(write_inputs(tmp_path / "inputs"), steps=5000, checkpoint_every=1000, ranks=2)
+    keys = ["engine.devices=2", "engine.count=auto", "engine.rebalance=true"]
+    sets = [word for key in keys for word in ("--set", key)]
+    run = tmp_path / "run"
+    rows = run_until(
+        [*job.words(run), "--max-staleness", str(max_staleness), *sets, "--keep-journal"],
+        run,
+        lambda rows: sum(devices(row) == 3 for row in rows) > AFTER,
+    )
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "each step once"
+    moved_at = next(row["step"] for row in rows if devices(row) == 3)
+    assert all(devices(row) == 3 for row in rows if row["step"] >= moved_at)
+    assert max(row["ycore/staleness"] for row in rows) <= max_staleness
+    assert any(row["ycore/rounds_ahead"] > 1 for row in rows), "it was a stream"
+    positions = Counter(
+        group["draw"]["position"]
+        for step, ranks in rounds_in(run / "journal").items()
+        for rank in ranks
+        for group in groups_in(round_file(run / "journal", step, rank))
+    )
+    assert positions and set(positions.values()) == {1}, "no group is trained on twice"

@@ -51,6 +51,15 @@ RANKING = make_judge("ranking")
         ("Is it 3? It is 8.</think><score-c0de>8</score-c0de>", 8.0),
         ("3 < 4, and <b>bold</b>: <score-c0de>0</score-c0de>", 0.0),
         ("\u8fd9\u662f\u5bf9\u7684 <score-c0de>10</score-c0de>", 10.0),
+        ("**<score-c0de>7/10</score-c0de>**", 7.0),
+        ("<score-c0de> 7.5 / 10 </score-c0de>", 7.5),
+        ("<score-c0de>7 out of 10</score-c0de>", 7.0),
+        ("<score-c0de>**7**</score-c0de>", 7.0),
+        ("<score-c0de>`7`</score-c0de>", 7.0),
+        (
+            "<thinking>Is it <score-c0de>3</score-c0de>?</thinking><score-c0de>8</score-c0de>",
+            8.0,
+        ),
     ],
 )
 def test_a_score_is_read_wherever_it_stands(text: str, value: float) -> None:
@@ -75,10 +84,16 @@ def test_a_score_is_read_wherever_it_stands(text: str, value: float) -> None:
         ("<score>7</score> c0de", "not whole"),
         ("<score-c0de>seven</score-c0de>", "not a number"),
         ("<score-c0de>\u0667</score-c0de>", "not a number"),
+        ("<score-c0de>7/5</score-c0de>", "not a number"),
+        ("<score-c0de>7/100</score-c0de>", "not a number"),
+        ("<score-c0de>7/10/10</score-c0de>", "not a number"),
+        ("<score-c0de>7 or 8</score-c0de>", "not a number"),
+        ("<score-c0de>11/10</score-c0de>", "range"),
         ("<score-c0de>10.1</score-c0de>", "range"),
         ("<score-c0de>-1</score-c0de>", "range"),
         ("<think>it is <score-c0de>7</score-c0de>", "no end"),
         ("it is <think>hm</think><score-c0de>7</score-c0de>", "no end"),
+        ("<thinking>it is <score-c0de>7</score-c0de>", "no end"),
         (
             "<think>3</think><score-c0de>3</score-c0de></think><score-c0de>8</score-c0de>",
             "more than once",

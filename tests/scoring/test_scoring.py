@@ -5,13 +5,14 @@ import json
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 from PIL import Image as Pillow
 
 from tests.scripted_teacher import logprob_of, teacher_at
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import tiny_tokenizer, write_tiny_model
 from ycore.config.learners import DistillConfig, DistillSettings
 from ycore.config.schema import RewardConfig
 from ycore.engine import Engine
@@ -151,6 +152,44 @@ def test_a_score_keeps_what_its_judge_wrote() -> None:
     pairs = make_judge(mode="pairwise", against="reference", reference_column="answer")
     rows = run(scores_of(make_scorer(pairs, [engine]), ["four"], columns={"answer": "4"}))
     assert (rows[0][0].verdict or "").count("Short and right.") == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        ("I could say <score>3</score>, no.</think><score>8</score>", 0.8),
+        ("I could say <score>3</score>, no.", None),
+        ("</think><score>8</score>", 0.8),
+    ],
+)
+def test_a_judge_whose_prompt_opens_the_thinking_is_read_after_it(
+    reply: str, value: float | None
+) -> None:
+    scorer = make_scorer(make_judge(), [ScriptedJudge("judge-0", lambda text: reply)])
+    scorer.in_thinking = True
+    assert values(run(scores_of(scorer, ["four"]))) == [value]
+
+
+@pytest.mark.parametrize("kind", ["score", "json"])
+@pytest.mark.parametrize("end", ["<|assistant|>", "<|assistant|><think>\n"])
+def test_a_judge_thinks_first_where_its_template_says_so(
+    kind: str, end: str, tmp_path: Path
+) -> None:
+    """Structured output begins with the verdict, whatever the template opens."""
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = f"{{{{ messages[0]['content'] }}}}{end}"
+    context: Any = SimpleNamespace(
+        names=["judge:test"],
+        config=SimpleNamespace(seed=7),
+        folder=RunFolder(tmp_path),
+        meter=lambda kind: kind(),
+        models_of=lambda source: ["the judge"],
+        servers=lambda model, kind: [],
+        tokenizer=lambda model: tokenizer,
+    )
+    spec = RewardConfig(reward="judge:test", args={"verdict": {"kind": kind}})
+    scorer: Any = JudgeScorer.build(spec, 0, context)
+    assert scorer.in_thinking is (kind == "score" and "<think>" in end)
 
 
 def test_a_judge_sees_the_pictures_of_the_prompt(tmp_path: Path) -> None:

@@ -57,12 +57,12 @@ def read_value(judge: Judge, reply: Reply, *, code: str) -> float:
         case LabelVerdict() as verdict:
             return _mean_label(verdict, reply, code)
         case ScoreVerdict() as verdict:
-            inside = _only_tag(_without_thinking(judge, reply), verdict.tag, code).strip(
-                " \t\n"
-            )
-            if re.fullmatch(_NUMBER, inside, re.ASCII) is None:
+            inside = _only_tag(_without_thinking(judge, reply), verdict.tag, code)
+            number = rf"[\s*`]*({_NUMBER})(?:\s*(?:/|out of)\s*{verdict.max:g})?[\s*`]*"
+            match = re.fullmatch(number, inside, re.ASCII)
+            if match is None:
                 raise Unreadable("its verdict is not a number")
-            value = float(inside)
+            value = float(match[1])
         case JsonVerdict() as verdict:
             value = _json_number(_without_thinking(judge, reply), verdict, code)
         case RankingVerdict():
@@ -106,7 +106,7 @@ def _after_thinking(text: str, judge: Judge) -> str:
     Some chat templates open the thinking themselves. Where no `<think>` opens the text, nothing before `</think>` may
     look like a verdict: a quoted `</think>` would otherwise hide the judge's own.
     """
-    before, end, after = text.partition("</think>")
+    before, end, after = text.replace("thinking>", "think>").partition("</think>")
     folded_before = fold_lookalikes(before)
     folded_after = fold_lookalikes(after)
     if "</think" in folded_after:

@@ -67,7 +67,7 @@ from ycore.scoring.scoring import (
     plan_served_model,
     text_of,
 )
-from ycore.types import Completion, Prompt, Score, number_from
+from ycore.types import NO_PROMPT, THINKING, Completion, Prompt, Score, number_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,6 +105,7 @@ class JudgeScorer(Scorer):
     seed: int
     text_of: TextOf = plain_text
     images: ImageStore = NO_IMAGES
+    in_thinking: bool = False  # whether the template of the judge opens its thinking
 
     @classmethod
     def models(cls, spec: RewardConfig, config: RunConfig) -> list[ServedModel]:
@@ -174,13 +175,20 @@ class JudgeScorer(Scorer):
         name = context.names[source]
         engines: Sequence[JudgeEngine]
         special: tuple[str, ...] = ()
+        in_thinking = False
         if judge.base_url is not None:
             timeout_s = context.config.engine.request_timeout_s
             engines = [RemoteJudge(name, judge, request_timeout_s=timeout_s)]
         else:
             (model,) = context.models_of(source)
             engines = context.servers(model, VllmJudge)
-            special = special_tokens(context.tokenizer(model))
+            tokenizer = context.tokenizer(model)
+            special = special_tokens(tokenizer)
+            rendered = tokenizer.chat_template and tokenizer.apply_chat_template(
+                NO_PROMPT, tokenize=False, add_generation_prompt=True
+            )
+            # Structured output begins with the verdict all the same.
+            in_thinking = hasattr(judge.verdict, "tag") and "<think>" in str(rendered)[-9:]
         return cls(
             name,
             Questioner(judge, special),
@@ -189,6 +197,7 @@ class JudgeScorer(Scorer):
             seed=context.config.seed,
             text_of=text_of(spec),
             images=ImageStore(context.folder.images),
+            in_thinking=in_thinking,
         )
 
     @property
@@ -321,7 +330,7 @@ class JudgeScorer(Scorer):
                 reply = await engine.ask(self.judge, question, seed=seed, again=attempt > 0)
             slot.num_tokens = reply.num_tokens
         self.meter.tokens += reply.num_tokens
-        return reply
+        return reply._replace(text=THINKING * self.in_thinking + reply.text)
 
     def _read_fraction(self, key: str, replies: list[str]) -> Callable[[Reply], float]:
         """Return what reads a verdict, and adds the reply it stands in to the `replies`."""

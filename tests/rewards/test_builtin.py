@@ -207,6 +207,55 @@ def test_gym_reads_a_number_out_of_a_sentence() -> None:
     assert (score("gym", f"The answer is {row['answer']}, or 123456.", **row) or 0) < 0.1
 
 
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [("prime_factorization", "no idea"), ("boxnet", "7"), ("game_of_life", '{"a": 1}')],
+)
+def test_gym_pays_nothing_for_what_a_scorer_cannot_read(task: str, text: str) -> None:
+    """These scorers raise on such a text; a reward that raises is masked."""
+    assert score("gym", text, **gym_row(task)) == 0.0
+
+
+def test_gym_says_that_it_does_not_know_a_task() -> None:
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ValueError, match="no_such_task"):
+        score("gym", "7", gym_task="no_such_task", gym_entry="{}")
+
+
+def fraction_row(task: str, answer: str) -> dict[str, Any]:
+    """A row whose right answer is 3/4, where 6/8 is what the question says."""
+    numbers = {"numerator": 6, "denominator": 8}
+    numbers |= {"simplified_numerator": 3, "simplified_denominator": 4}
+    entry = {"question": "?", "answer": answer, "metadata": numbers}
+    return {"gym_task": task, "gym_entry": json.dumps(entry), "answer": answer}
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [
+        ("fraction_simplification", "3/4"),
+        ("fraction_simplification", "$3/4$"),
+        ("fraction_simplification", r"$\frac{3}{4}$"),
+        ("fraction_simplification", r"$\dfrac{3}{4}$"),
+        ("dice", "3/4"),
+    ],
+)
+def test_gym_wants_a_fraction_reduced_where_the_task_does(task: str, answer: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    row = fraction_row(task, answer)
+    for right in (
+        answer,
+        "3/4",
+        "3 / 4",
+        "It is 3/4.",
+        r"It is $\frac{3}{4}$.",
+        r"\boxed{3/4}",
+    ):
+        assert score("gym", right, **row) == 1.0, right
+    for wrong in ("6/8", "It is 6/8.", r"\boxed{\frac{6}{8}}", "0.75", "75%", "4/3"):
+        assert (score("gym", wrong, **row) or 0) < 0.2, wrong
+
+
 @pytest.mark.parametrize("task", sorted(EVALUATED_LISTS | EVALUATED_FORMULAS))
 def test_gym_never_lets_a_completion_run_code(task: str, tmp_path: Any) -> None:
     mark = tmp_path / "ran"

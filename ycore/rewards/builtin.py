@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from math import exp
 from statistics import fmean
@@ -257,16 +258,17 @@ def _gym_score(text: str, task: str, entry: JsonObject) -> float:
         return 0.0
     if task in EVALUATED_FORMULAS and re.fullmatch(_PLAIN_FORMULA, text) is None:
         return 0.0
-    right = entry.get("answer")
-    wants_number = (
-        isinstance(right, str)
-        and number_of(right) is not None
-        and task not in EVALUATED_FORMULAS
-    )
-    if wants_number and numbers_in(text):
-        # The scorers want the bare answer; small models say "The answer is 7.".
-        text = str(right) if gives(text, str(right)) else numbers_in(text)[-1].digits
-    return float(_gym_scorer(task)(text, entry))
+    right = str(entry.get("answer"))
+    number = None if task in EVALUATED_FORMULAS else number_of(right)
+    numbers = [*numbers_in(text), *last_number(text)]
+    if number and numbers:
+        # The scorers want the bare answer; small models say "The answer is 7.". A fraction is also to be reduced.
+        is_right = "/" not in number.text and gives(text, right)
+        text = right if is_right else numbers[-1].digits
+    scorer = _gym_scorer(task)
+    with suppress(Exception):  # of some scorers, for a text that is no answer to their task
+        return float(scorer(text, entry))
+    return 0.0
 
 
 @cache

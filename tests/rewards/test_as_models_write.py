@@ -264,6 +264,9 @@ ASSERTS = UnitTests(("assert add(1, 2) == 3",))
     "text",
     [
         f"```python\n{ADD}```\nUsage:\n```python\nprint(add(1, 2))\n```",
+        f"```python\n{ADD}```\nUsage:\n```python\ndef main():\n    print(add(1, 2))\n\nmain()\n```",
+        f"```python\nfrom __future__ import annotations\n{ADD}```",
+        f"```python\nfrom __future__ import (\n    annotations,\n)\n{ADD}```",
         f"```python\n{ADD}```\nTests:\n```python\ndef test_it():\n    assert add(1, 2) == 3\n```",
         f"```python\ndef add(a, b):\n    return a - b\n```\nBetter:\n```python\n{ADD}```",
         f"```\n{ADD}```\nOutput:\n```\n3\n```",
@@ -288,10 +291,39 @@ def test_a_program_that_prints_is_found_before_its_output() -> None:
     assert code_of(text, StdioTests((("", "3"),))) == "print(3)\n"
 
 
+@pytest.mark.parametrize(
+    "example",
+    [
+        "print(add(1, 2))",
+        "n = int(input())",
+        "def main():\n    print(add(1, 2))",
+        "print('12')",
+    ],
+)
+def test_a_program_that_reads_its_input_is_found_before_an_example(example: str) -> None:
+    program = "import sys\na, b = map(int, sys.stdin.readline().split())\nprint(a + b)\n"
+    text = f"```python\n{program}```\nFor example:\n```python\n{example}\n```"
+    assert code_of(text, StdioTests((("1 2\n", "3\n"),))) == program
+
+
+def test_a_future_statement_stands_before_what_the_prompt_gives() -> None:
+    """A compiler refuses it anywhere else."""
+    tests = UnitTests(
+        ("",), entry_point="add", given="from typing import List\n\ndef add(a, b):\n"
+    )
+    program = f"from __future__ import annotations\n\n{ADD.replace('(a,', '(a: NoSuchName,')}"
+    names: dict[str, Any] = {}
+    exec(program_of(f"```python\n{program}```", tests), names)
+    assert names["add"](1, 2) == 3 and "List" in names
+
+
 def test_an_argument_a_line_is_read_without_a_type() -> None:
     tests = {"inputs": ["1\n[2, 3]"], "outputs": ["3"], "fn_name": "add"}
     read = row_tests(Prompt(0, "q", {"tests": tests}), CodeSettings())
     assert isinstance(read, UnitTests) and read.calls == (([1, [2, 3]], 3),)
+    texts = {"inputs": ['"ab"\n"5"'], "outputs": ['"ab5"'], "fn_name": "add"}
+    read = row_tests(Prompt(0, "q", {"tests": texts}), CodeSettings())
+    assert isinstance(read, UnitTests) and read.calls == ((["ab", "5"], "ab5"),)
 
 
 def test_the_name_of_a_function_is_no_pattern() -> None:

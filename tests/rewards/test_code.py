@@ -161,6 +161,39 @@ def test_a_prompt_in_a_chat_is_found_in_its_block_too() -> None:
             },
             StdioTests((("1\n", "2\n"),)),
         ),
+        (  # PrimeIntellect's and DeepCoder's
+            {
+                "tests": [
+                    {"type": "function_call", "fn_name": "g", "input": ["ab"], "output": ["ba"]}
+                ]
+            },
+            UnitTests(entry_point="g", calls=((["ab"], ["ba"]),), is_wrapped=True),
+        ),
+        (
+            {
+                "tests": [
+                    {"type": "stdin_stdout", "fn_name": None, "input": "1\n", "output": "2\n"}
+                ]
+            },
+            StdioTests((("1\n", "2\n"),)),
+        ),
+        (
+            {
+                "tests": {
+                    "language": "python",
+                    "test_cases": [{"fn_name": "g", "input": "[1]", "output": "[2]"}],
+                }
+            },
+            UnitTests(entry_point="g", calls=(([1], [2]),), is_wrapped=True),
+        ),
+        (  # values stay the values that they are
+            {"tests": {"inputs": [[6], [1]], "outputs": ["110", "1"], "fn_name": "g"}},
+            UnitTests(entry_point="g", calls=(([6], "110"), ([1], "1"))),
+        ),
+        (
+            {"tests": [{"input": ['"ab"'], "output": '"ba"'}], "entry_point": "g"},
+            UnitTests(entry_point="g", calls=((['"ab"'], '"ba"'),)),
+        ),
         (
             {"tests": json.dumps({"inputs": [[1], 5], "outputs": ["a", None], "fn_name": "g"})},
             UnitTests(entry_point="g", calls=(([1], "a"), ([5], None))),
@@ -247,6 +280,18 @@ def test_asserts_and_checks_reach_methods_of_a_solution(tests: UnitTests) -> Non
     assert names["total"]([1, 2]) == 3
 
 
+def test_functions_within_methods_and_methods_of_other_classes_are_left_alone() -> None:
+    """A depth-first search within the method is how most solutions on trees look."""
+    names: dict[str, Any] = {}
+    code = (
+        "class Node:\n    def find(self):\n        return 1\n\n"
+        "class Solution:\n    def total(self, a):\n        def dfs(n):\n            return sum(n)\n"
+        "        return dfs(a)\n"
+    )
+    exec(program_of(code, UnitTests(("assert total([1]) == 1",))), names)
+    assert names["total"]([1, 2]) == 3 and not {"find", "dfs"} & set(names)
+
+
 def test_a_dataset_without_tests_is_refused() -> None:
     with pytest.raises(
         RewardError,
@@ -301,6 +346,10 @@ def test_what_a_verdict_is_worth(
     [
         (b"1 2\n3\n", "1 2\n3", True),
         (b"1  2 \n3\n\n\n", "1 2\n3\n", True),
+        (b"\n3\n", "3", True),
+        (b"3", "\n 3\n", True),
+        (b"1\r\n2\r\n", "1\n2", True),
+        (b"1\n\n2", "1\n2", False),
         (b"1\n2", "1 2", False),
         (b"0.30000000000000004", "0.3", True),
         (b"0.31", "0.3", False),

@@ -139,6 +139,18 @@ def test_functions_and_solutions_are_called_as_apps_calls_them(
     assert room.values(fenced(code), content="Write total(nums).", tests=APPS) == [reward]
 
 
+def test_a_value_is_right_where_python_says_it_is_equal(room: Room) -> None:
+    """As for the testers of APPS and LiveCodeBench; a truth value is no number all the same."""
+    tests = {"fn_name": "f", "inputs": [[4], [6]], "outputs": [2, 3]}
+    halves = ["x / 2", "x // 2", "Fraction(x, 2)", "str(x // 2)", "x / 2 + 0.1"]
+    codes = [f"from fractions import Fraction\ndef f(x): return {half}" for half in halves]
+    assert room.values(*map(fenced, codes), tests=tests) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    tests = {"fn_name": "f", "inputs": [[1], [0]], "outputs": [1, 0]}
+    assert room.values(fenced("def f(x): return bool(x)"), tests=tests) == [0.0]
+    tests = {"fn_name": "f", "inputs": [[1]], "outputs": [2**60 + 1]}
+    assert room.values(fenced("def f(x): return float(2**60 + x)"), tests=tests) == [0.0]
+
+
 def test_wrapped_values_count_only_where_all_are(room: Room) -> None:
     tests = {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [2, 3]]}
     assert room.values(fenced("def f(x): return [x, x + 1][: x]"), tests=tests) == [1.0]

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from operator import eq
 from typing import Annotated, Any, Literal
 
 from markdown_it import MarkdownIt
@@ -31,7 +32,7 @@ from ycore.types import Content, JsonObject, Prompt, Record, after_thinking
 TEST_COLUMNS = ("tests", "test_list", "test", "input_output", "public_test_cases")
 _PRIVATE_COLUMN = "private_test_cases"  # LiveCodeBench's, beside the public ones
 _SETUP_COLUMNS = ("test_imports", "test_setup_code")
-_NAME_COLUMNS = ("entry_point", "fn_name", "function")
+_NAME_COLUMNS = ("entry_point", "fn_name", "function", "func_name")
 _MAX_TIMEOUTS = 10  # a program may take this many times `timeout_s` for all of its tests
 _PYTHON = frozenset({"python", "py", "python3"})
 _MAX_PRIVATE = 2**28  # bytes of a row's private tests
@@ -51,7 +52,9 @@ _MARKDOWN = MarkdownIt("zero").enable(["code", "fence", "blockquote", "list"]).d
 
 _SOLUTION = r"(?m)^class Solution\b"
 _METHOD = r"(?m)^\s+def ([A-Za-z]\w*)"
-
+_CALLED = r"\b(\w+)\("
+_FUTURE = r"(?m)^from __future__ import (?:\([^)]*\)|.*)\n?"
+_READS_AND_PRINTS = r"(?s)\A(?=.*(?:input[(,)]|stdin|(?:open|read)\(0)).*(?:print|write)"
 
 _BEGUN_IN_LINE = r"(?<=\w[:>])[ \t]*(?=```(?:python3?|py)[ \t]*\n)"
 _CLOSED_IN_LINE = r"```(?:<\S{1,20}>)?\s*\Z"
@@ -146,7 +149,7 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
     HumanEval: a text that defines `check(candidate)`, with the column `entry_point`.
     StdioTests: `[{"input": text, "output": text}]` for standard input and output; with `entry_point` and inputs that are no
     texts, lists of arguments and returned values. Also as `{"inputs": [...], "outputs": [...], "fn_name": ...}` (APPS,
-    TACO), and as LiveCodeBench's public and private test cases.
+    TACO), as LiveCodeBench's public and private test cases, and as a list under `test_cases` (PrimeIntellect).
     """
     columns = prompt.columns
     names = TEST_COLUMNS if settings.tests is None else (settings.tests,)
@@ -156,17 +159,9 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
     tests = _from_json(columns[name])
     if name == "public_test_cases" and isinstance(tests, list):
         tests = [*tests, *_private_tests(columns.get(_PRIVATE_COLUMN))]
-    function = next((str(columns[key]) for key in _NAME_COLUMNS if columns.get(key)), "")
-    first = tests[0] if isinstance(tests, list) and tests else None
-    for holder in (columns, first):
-        metadata = _from_json(holder.get("metadata")) if isinstance(holder, Mapping) else None
-        if not function and isinstance(metadata, Mapping):
-            function = str(metadata.get("func_name") or "")
-    function = function.removeprefix("Solution().")  # LeetCode's
-    is_apps = isinstance(tests, Mapping)
-    if is_apps:
-        function = str(tests.get("fn_name") or function)
-        tests = _zipped(tests)
+    if isinstance(tests, Mapping):
+        tests = tests.get("test_cases") or _zipped(tests)
+    function = _function_named(columns)
     if isinstance(tests, str):
         return _check_exam(prompt, tests, function)
     if not isinstance(tests, Sequence) or not tests:
@@ -179,7 +174,7 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
         for text in setup:
             _require_python(text)
         return UnitTests(tuple(tests), tuple(setup))
-    return _pairs(tests, function, may_wrap=is_apps)
+    return _pairs(tests, _function_named(tests[0]) or function)
 
 
 def code_of(completion: Content, tests: UnitTests | StdioTests | None = None) -> str:
@@ -215,22 +210,24 @@ def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
     to the first line that leaves the function's body.
     """
     code = code_of(completion, tests)
-    imports = "" if "from __future__" in code else _GIVEN_IMPORTS
+    if not code.strip():
+        return ""
+    future = "".join(re.findall(_FUTURE, code))  # must come first of all
+    code = re.sub(_FUTURE, "", code)
+    imports = future + _GIVEN_IMPORTS
     if isinstance(tests, StdioTests):
-        return imports + code if code.strip() else ""
-    if code.strip() and tests.calls:
+        return imports + code
+    if tests.calls or re.search(_SOLUTION, code):
         # A function of the same name that is imported here would pass for the program's.
-        forget = f"globals().pop({tests.entry_point!r}, None)\n" if imports else ""
-        return imports + forget + code + _methods_as_functions(code, [tests.entry_point])
-    if re.search(_SOLUTION, code):
+        forget = f"globals().pop({tests.entry_point!r}, None)\n"
         called = [tests.entry_point] if tests.entry_point else re.findall(_METHOD, code)
-        return imports + code + _methods_as_functions(code, called)
+        return imports + forget + code + _methods_as_functions(code, called)
     if not tests.given:
-        return code
+        return future + code
     if _defines(code, tests.entry_point):
         start = re.search(_definition(tests.entry_point), tests.given)
-        return f"{tests.given[: start.start()] if start else ''}\n{code}"
-    return tests.given + _body(code)
+        return f"{future}{tests.given[: start.start()] if start else ''}\n{code}"
+    return future + tests.given + _body(code)
 
 
 def reaches(tests: UnitTests | StdioTests, text: str) -> bool:
@@ -245,10 +242,8 @@ def share_passed(result: UnitTestResult) -> float:
 
     A test that did not run counts, unless the tests came to their end without it.
     """
-    num_passed = sum(unit is True for unit in result.units)
-    num_run = sum(unit is not None for unit in result.units)
-    num_counted = num_run if result.ended else len(result.units)
-    return num_passed / num_counted if num_counted else 0.0
+    counted = [unit for unit in result.units if unit is not None or not result.ended]
+    return counted.count(True) / max(1, len(counted))
 
 
 def passes_all(result: UnitTestResult) -> bool:
@@ -261,16 +256,8 @@ def same_output(printed: bytes, expected: str, tolerance: float) -> bool:
 
     Numbers may differ by `tolerance` where the expected one is written with a point.
     """
-    lines = printed.decode(errors="replace").rstrip().splitlines()
-    expected_lines = expected.rstrip().splitlines()
-    return len(lines) == len(expected_lines) and all(
-        _same_line(*pair, tolerance) for pair in zip(lines, expected_lines, strict=True)
-    )
-
-
-def _same_line(line: str, expected: str, tolerance: float) -> bool:
-    words = line.split()
-    expected_words = expected.split()
+    texts = (printed.decode(errors="replace"), expected)
+    words, expected_words = (re.findall(r"\S+|\n", text.strip()) for text in texts)
     return len(words) == len(expected_words) and all(
         _same_word(*pair, tolerance) for pair in zip(words, expected_words, strict=True)
     )
@@ -288,15 +275,20 @@ def _same_word(word: str, expected: str, tolerance: float) -> bool:
 
 
 def _wanted(tests: UnitTests | StdioTests) -> str:
-    """Return what a program for the tests has: the function that they call, or any, or a call that prints."""
+    """Return what a program for the tests has: something that they call, or calls that print and, for an input, read."""
     if isinstance(tests, StdioTests):
-        return "print|write"
-    name = re.escape(tests.entry_point)
-    return (
-        rf"(?m)\bdef {name}\b|^{name} ?="
-        if name
-        else r"(?m)^ *(?:(?:async )?def (?!test)|class (?!Test))"
+        return (
+            _READS_AND_PRINTS
+            if any(stdin.strip() for stdin, _ in tests.pairs)
+            else "print|write"
+        )
+    names = (
+        {tests.entry_point}
+        if tests.entry_point
+        else {*re.findall(_CALLED, "\n".join(tests.tests))}
     )
+    called = "|".join(map(re.escape, names))
+    return rf"(?m)\b(?:def|class) (?:{called})\b|^(?:{called}) ?="
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
@@ -314,10 +306,11 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 
 def _methods_as_functions(code: str, functions: Iterable[str]) -> str:
     """Return lines that make methods of `class Solution` the functions under test, as APPS and LeetCode call them."""
-    if not re.search(_SOLUTION, code):
-        return ""
     missing = [function for function in functions if not _defines(code, function)]
-    return "\n\n" + "".join(f"{function} = Solution().{function}\n" for function in missing)
+    return "\n\n" + "".join(
+        f"if hasattr(globals().get('Solution'), {name!r}): {name} = Solution().{name}\n"
+        for name in missing
+    )
 
 
 def _definition(function: str) -> str:
@@ -350,11 +343,20 @@ def _check_exam(prompt: Prompt, text: str, function: str) -> UnitTests:
     content = completion_text(prompt.content)
     fenced = _blocks(content)
     prefix = fenced[-1][1] if fenced else content
-    prefix = prefix if _defines(prefix, function) else ""
-    return UnitTests((text,), entry_point=function, given=prefix)
+    program = prefix if _defines(prefix, function) else ""
+    return UnitTests((text,), entry_point=function, given=program)
 
 
-def _pairs(tests: Sequence[Any], function: str, *, may_wrap: bool) -> UnitTests | StdioTests:
+def _function_named(holder: Any) -> str:
+    """Return the name of the function that a row or a test says is called; no text where it says none."""
+    if not isinstance(holder, Mapping):
+        return ""
+    names = (str(holder[key]) for key in _NAME_COLUMNS if holder.get(key))
+    name = next(names, "").removeprefix("Solution().")  # LeetCode's
+    return name or _function_named(_from_json(holder.get("metadata")))
+
+
+def _pairs(tests: Sequence[Any], function: str) -> UnitTests | StdioTests:
     for number, test in enumerate(tests):
         if not isinstance(test, Mapping) or not {"input", "output"} <= set(test):
             raise ValueError(
@@ -371,8 +373,14 @@ def _pairs(tests: Sequence[Any], function: str, *, may_wrap: bool) -> UnitTests 
         raise ValueError(
             "its inputs are arguments, and no column entry_point names the function"
         )
-    calls = [(_arguments(test), _from_json(test["output"])) for test in tests]
-    is_wrapped = may_wrap and all(
+    calls = [
+        (
+            _arguments(test),
+            _from_json(test["output"]) if isinstance(test["input"], str) else test["output"],
+        )
+        for test in tests
+    ]
+    is_wrapped = "fn_name" in tests[0] and all(
         isinstance(value, list) and len(value) == 1 for _, value in calls
     )
     return UnitTests(entry_point=function, calls=tuple(calls), is_wrapped=is_wrapped)
@@ -387,8 +395,9 @@ def _joined(lines: Any) -> Any:
 
 def _arguments(test: Record) -> list[Any]:
     arguments = _from_json(test["input"])
-    lines = [_from_json(line) for line in str(test["input"]).splitlines()]
-    are_values = isinstance(arguments, str) and not any(isinstance(line, str) for line in lines)
+    texts = str(test["input"]).splitlines()
+    lines = [_from_json(text) for text in texts]
+    are_values = isinstance(arguments, str) and not any(map(eq, lines, texts))
     if are_values or test.get("testtype") == "functional":  # LiveCodeBench: an argument a line
         return lines
     return arguments if isinstance(arguments, list) else [arguments]
@@ -427,7 +436,8 @@ def _zipped(tests: Record) -> list[JsonObject]:
     ):
         raise ValueError("its tests need inputs and outputs, lists of the same length")
     pairs = zip(inputs, outputs, strict=True)
-    return [{"input": stdin, "output": stdout} for stdin, stdout in pairs]
+    name = tests.get("fn_name")
+    return [{"input": stdin, "output": stdout, "fn_name": name} for stdin, stdout in pairs]
 
 
 def _from_json(value: Any) -> Any:

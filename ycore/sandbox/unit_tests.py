@@ -22,7 +22,6 @@ from typing import Any
 from ycore.sandbox.remote_calls import (
     CallClient,
     Gone,
-    Handle,
     NoPlainData,
     ProgramConnection,
     Silent,
@@ -191,14 +190,15 @@ def _run_prompt(text: str, entry_point: str, names: _Names) -> None:
 
 def same_value(value: Any, expected: Any, tolerance: float) -> bool:
     """Whether a value is the expected one, which comes from JSON: a tuple is a list, a key is a text."""
-    if isinstance(value, Handle):
-        return False
     if isinstance(value, tuple):
         value = list(value)
     if isinstance(expected, bool) or isinstance(value, bool):
         return value is expected
-    if isinstance(expected, float) and isinstance(value, int | float):
-        return math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+    if isinstance(expected, int | float) and isinstance(value, int | float):
+        return value == expected or (
+            isinstance(expected, float)
+            and math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+        )
     if type(value) is not type(expected):
         return False
     if isinstance(expected, list):

@@ -24,7 +24,7 @@ from ycore.rewards.code import (
 from ycore.run.metrics import CountMeter
 from ycore.run.reports import this_rank
 from ycore.sandbox.level import choose_level, require_sandbox
-from ycore.sandbox.program_pool import PROGRAM_LIMITS, ProgramPool, ScriptResult, UnitTestResult
+from ycore.sandbox.program_pool import PROGRAM_LIMITS, ProgramPool, ScriptResult
 from ycore.scoring.scoring import PendingGroup, Scorer, ScorerContext
 from ycore.types import Completion, Prompt, Score
 
@@ -136,9 +136,10 @@ class CodeScorer(Scorer):
         return score
 
     async def _examined(self, source: str, tests: UnitTests) -> Score:
-        deadline_s = tests.deadline_s(self.settings)
-        verdict: UnitTestResult = await self.programs.run_tests(
-            source, tests.request(self.settings), deadline_s=deadline_s
+        verdict = await self.programs.run_tests(
+            source,
+            tests.request(self.settings),
+            deadline_s=tests.deadline_s(self.settings),
         )
         self.meter.seconds += verdict.seconds
         self.meter.note(verdict.status if verdict.status != "ok" else verdict.began)
@@ -157,7 +158,7 @@ class CodeScorer(Scorer):
         passed = 0
         worst = "ok"
         for stdin, wanted in tests.pairs:
-            outcome: ScriptResult = await self.programs.run(
+            outcome = await self.programs.run(
                 source, stdin=stdin.encode(errors="replace"), deadline_s=self.settings.timeout_s
             )
             self.meter.seconds += outcome.seconds

@@ -89,6 +89,30 @@ def test_extraction_is_linear_in_the_text() -> None:
     assert time.process_time() - began < 10.0
 
 
+HOSTILE = [
+    "from __future__ import (\n" * 20_000,
+    "class Solution:\n" + "".join(f" def f{n}():\n" for n in range(30_000)),
+    "class Solution:\n" + "\n" * 100_000,
+    "print" * 100_000,
+    "```python\n" + "input(" * 80_000 + "\n```\n```python\nprint()\n```",
+    "```python\n" + "def " * 100_000,
+    "\n" * 400_000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_program_is_made_in_time_that_is_linear_in_the_text(text: str) -> None:
+    began = time.process_time()
+    for tests in (
+        StdioTests((("1\n", "2\n"),)),
+        UnitTests(("assert f(g(1)) == 2",)),
+        UnitTests((CHECK,), entry_point="area", given=PROMPT),
+        UnitTests(entry_point="f", calls=(([1], 2),)),
+    ):
+        program_of(text, tests)
+    assert time.process_time() - began < 4.0
+
+
 def test_a_block_with_the_function_follows_the_prompts_imports_and_helpers() -> None:
     tests = row_tests(row(PROMPT, test=CHECK, entry_point="area"), SETTINGS)
     assert isinstance(tests, UnitTests) and tests.given == PROMPT

@@ -51,9 +51,10 @@ from typing import *
 _MARKDOWN = MarkdownIt("zero").enable(["code", "fence", "blockquote", "list"]).disable("inline")
 
 _SOLUTION = r"(?m)^class Solution\b"
-_METHOD = r"(?m)^\s+def ([A-Za-z]\w*)"
+_METHOD = r"(?m)^[ \t]+def ([A-Za-z]\w*)"
+_FUNCTION = r"(?m)^(?:async )?def (\w+)"
 _CALLED = r"\b(\w+)\("
-_FUTURE = r"(?m)^from __future__ import (?:\([^)]*\)|.*)\n?"
+_FUTURE = r"(?m)^from __future__ import (?:\([^)]{0,200}\)|.*)\n?"
 _READS_AND_PRINTS = r"(?s)\A(?=.*(?:input[(,)]|stdin|(?:open|read)\(0)).*(?:print|write)"
 
 _BEGUN_IN_LINE = r"(?<=\w[:>])[ \t]*(?=```(?:python3?|py)[ \t]*\n)"
@@ -218,10 +219,15 @@ def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
     if isinstance(tests, StdioTests):
         return imports + code
     if tests.calls or re.search(_SOLUTION, code):
-        # A function of the same name that is imported here would pass for the program's.
+        # A function of the same name that is imported here would pass for the program's. Methods of `class Solution`
+        # become functions, as APPS and LeetCode call them.
         forget = f"globals().pop({tests.entry_point!r}, None)\n"
         called = [tests.entry_point] if tests.entry_point else re.findall(_METHOD, code)
-        return imports + forget + code + _methods_as_functions(code, called)
+        methods = "".join(
+            f"if hasattr(globals().get('Solution'), {name!r}): {name} = Solution().{name}\n"
+            for name in sorted(set(called).difference(re.findall(_FUNCTION, code)))
+        )
+        return f"{imports}{forget}{code}\n\n{methods}"
     if not tests.given:
         return future + code
     if _defines(code, tests.entry_point):
@@ -302,15 +308,6 @@ def _blocks(text: str) -> list[tuple[str, str]]:
         for token in _MARKDOWN.parse(text)
         if token.type == "fence"
     ]
-
-
-def _methods_as_functions(code: str, functions: Iterable[str]) -> str:
-    """Return lines that make methods of `class Solution` the functions under test, as APPS and LeetCode call them."""
-    missing = [function for function in functions if not _defines(code, function)]
-    return "\n\n" + "".join(
-        f"if hasattr(globals().get('Solution'), {name!r}): {name} = Solution().{name}\n"
-        for name in missing
-    )
 
 
 def _definition(function: str) -> str:

@@ -276,9 +276,12 @@ def test_tests_that_pandas_wrote_as_pythons_text() -> None:
     assert row_tests(row(input_output=pairs), SETTINGS) == StdioTests((("1\n", "2\n"),))
 
 
-def test_calls_without_the_name_of_their_function_are_refused() -> None:
+@pytest.mark.parametrize(
+    "test", [lcb("[1]", "2"), {"type": "function_call", "input": ["ab"], "output": ["ba"]}]
+)
+def test_calls_without_the_name_of_their_function_are_refused(test: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"call a function.*fn_name"):
-        row_tests(row(public_test_cases=json.dumps([lcb("[1]", "2")])), SETTINGS)
+        row_tests(row(public_test_cases=json.dumps([test])), SETTINGS)
 
 
 def test_a_test_may_name_its_function_itself() -> None:

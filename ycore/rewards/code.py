@@ -359,7 +359,10 @@ def _pairs(tests: Sequence[Any], function: str) -> UnitTests | StdioTests:
             raise ValueError(
                 f"test {number} is no text and has no input and output: {str(test)[:80]}"
             )
-    if not function and any(test.get("testtype") == "functional" for test in tests):
+    kinds = [f"{test.get('testtype')} {test.get('type')}" for test in tests]
+    if not function and "function" in " ".join(
+        kinds
+    ):  # `functional`, PrimeIntellect's `function_call`
         raise ValueError(
             "its tests call a function, and neither metadata nor a column fn_name or entry_point names it"
         )

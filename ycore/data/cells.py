@@ -132,11 +132,14 @@ _WEIGHT_KEYS = frozenset(
     {"weight", "train", "training", "trainable", "train_detail", "loss", "loss_mask"}
 )
 _ROLES_LISTED = ", ".join(ROLES)
+# The beginning of a turn, or of a list of them: `[{"role":` and `{'value' :`.
 _BEGINS_TURN = r"\s*+\[?\s*+\{\s*+['\"](?:role|from|content|value)['\"]\s*+:"
+# Keys for what a turn says, and for who says it, such as `"from": "gpt"`; also with a backslash before each quote.
 _NAMES_WRITER = (
     r"""(?=(?s:.{0,999}?)['"](?:content|value)\\*['"]\s*+:)"""
     rf"""(?s:.{{0,500}}?)['"](?:role|from)\\*['"]\s*+:[\s'"\\]*+(?:{"|".join(ROLES)})['"\\]"""
 )
+# `Human:` and the white space before it.
 _SPEAKER = r"(?<!\s)(?P<gap>\s*+)(?P<speaker>Human|Assistant):"
 
 
@@ -381,6 +384,7 @@ def until_closed(text: str) -> str | None:
     return None
 
 
+# `\boxed{` and `\fbox {`.
 _BOXED = r"\\(?:boxed|fbox)\s*\{"
 
 

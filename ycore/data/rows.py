@@ -88,29 +88,41 @@ GOLD_COLUMNS = (
     "solution",
 )
 """Columns that rewards get as `answer`, in order of preference."""
-EXPECTED = (
-    r"(?i)system(_prompt|_message)?|tools|functions|documents?|chat_template_kwargs|history|context(_messages)?|trajectory"
-    r"|prompt|messages|conversations?|question(_content)?|problem|instruction|query|inputs?|starter_code|role"
-    r"|passage|article|body|paragraph|story|support|hint"
-    r"|choices|options|[a-e]|(option|choice|distractor)[ _]?\w|op[a-e]"
-    r"|(decoded_)?(image|img|picture|video|audio)s?([ _]?(\d+|path|file|url))?"
-    r"|reasoning(_content)?|thinking|weights?|loss_mask|margin|soft_label"
-)
+_EXPECTED_COLUMNS = r"""(?ix)
+    # The question itself, and what belongs before it.
+    prompt | messages | conversations? | question(_content)? | problem | instruction | query | inputs?
+    | system(_prompt|_message)? | tools | functions | chat_template_kwargs | history | trajectory | role
+    # What the question is about.
+    | context(_messages)? | documents? | passage | article | body | paragraph | story | support | hint | starter_code
+    # The answers to choose from: choices, b, option_b, Choice 2, opb.
+    | choices | options | [a-e] | (option|choice|distractor)[ _]?\w | op[a-e]
+    # Pictures and sounds: image, decoded_image, img_0, video path.
+    | (decoded_)? (image|img|picture|video|audio)s? ([ _]?(\d+|path|file|url))?
+    # What an answer is to teach, and how much.
+    | reasoning(_content)? | thinking | weights? | loss_mask | margin | soft_label
+"""
 """Names of columns that belong to a question, or say what it is to teach: the plan warns where one is not used."""
-EXPECTED_OF_ANSWERS = rf"{EXPECTED}|label|kto_tag|(complex_)?cot|chain_of_thought|rationale"
+_EXPECTED_BESIDE_ANSWERS = (
+    rf"{_EXPECTED_COLUMNS} | label | kto_tag | (complex_)?cot | chain_of_thought | rationale"
+)
 """Names that matter too beside an answer that is learned."""
 _BEGINS_CHAT = re.compile(
     r"<\|im_start\|>|<s>|\[INST\]|<bos>|<\|(begin_of_text|start_header_id)\|>"
 )
-_OPENED = re.compile(
-    r"\n[ \t]*Assistant:|<\|im_start\|>assistant|\[/INST\]|<\|end_header_id\|>|<start_of_turn>model|<\|assistant\|>"
-    r"|### (Response|Assistant|Answer):|ASSISTANT:"
+"""The marks at the beginning of a text that a chat template wrote."""
+_OPENS_ANSWER = re.compile(
+    r"""
+    \n[ \t]*Assistant: | ASSISTANT: | \#\#\#\ (Response|Assistant|Answer):
+    | <\|im_start\|>assistant | \[/INST\] | <\|end_header_id\|>             # ChatML, Mistral, Llama
+    | <start_of_turn>model | <\|assistant\|>                                # Gemma, Phi
+    """,
+    re.VERBOSE,
 )
 """The marks that open an answer in a text."""
-_ENDS_OPENED = re.compile(rf"(?:{_OPENED.pattern})\s*\Z")
-
+_ENDS_BEFORE_ANSWER = re.compile(rf"(?:{_OPENS_ANSWER.pattern})\s*\Z", re.VERBOSE)
+# `[...]` and `{...}` as a whole, but no text that begins with the mark [INST].
 _IN_BRACKETS = re.compile(r"(?!\[INST)(?:\[(?s:.*)\]|\{(?s:.*)\})\Z")
-_ASKING = ("user", "system", "developer")
+_ASKING = ("user", "system", "developer")  # roles
 _MAX_ORDERS = 1000
 _MAX_SPACES = 20  # of an answer that rewards may compare
 _FIRST_ROWS = 100  # stand for all where every row would take too long
@@ -175,12 +187,14 @@ class RowReader:
         self._has_image_columns = not self._columns.isdisjoint(IMAGE_COLUMNS)
 
     def _present(self, names: Sequence[str]) -> list[str]:
+        """Return those of the names that are columns, apart from the question's."""
         return [name for name in names if name in self._columns]
 
     def _first(self, names: Sequence[str]) -> str | None:
         return next(iter(self._present(names)), None)
 
     def _find_form(self) -> Form | None:
+        """Return the form of the column that the user named, or else the first that fits the table."""
         if (name := self.needs.prompt_column) is not None:
             self.table.require_column(name, "--prompt-column")
             return next((form for form in FORMS if form.question == name), Form(name))
@@ -196,6 +210,7 @@ class RowReader:
         return next((form for form in forms if self._fits(form)), None)
 
     def _fits(self, form: Form) -> bool:
+        """Tell whether the table has the columns of a form; where answers are learned, one of these too."""
         if not {form.question, form.marker or form.question} <= self._columns:
             return False
         if self.needs.kind != "answers" or self.needs.answer_column or form in CONVERSATIONS:
@@ -261,17 +276,7 @@ class RowReader:
         assert self.form is not None
         content = content_of(row, self.form.question, self.roles)
         if isinstance(content, str):
-            if self.form in CONVERSATIONS and not (self.needs.as_chat and is_dialogue(content)):
-                raise DataError(
-                    f"{self.form.question!r} is text in {row.place}; it must be a list of {{role, content}} turns"
-                )
-            for name in self._joined:
-                if text := _text_of(row, name):
-                    content = f"{content}\n\n{text}" if content.strip() else text
-            if _IN_BRACKETS.match(content):
-                self.notes[
-                    "questions in brackets are taken as text, for they list no turns"
-                ] += 1
+            content = self._with_joined(content, row)
             if not self.needs.as_chat and not self._history_columns:
                 system = _text_of(row, self._system)
                 return f"{system}\n\n{content}" if system else content
@@ -283,10 +288,25 @@ class RowReader:
             )
         return self._after_history(content, row)
 
+    def _with_joined(self, text: str, row: TableRow) -> str:
+        """Return a question of text with the columns that follow it; DataError where it was to be turns."""
+        assert self.form is not None
+        if self.form in CONVERSATIONS and not (self.needs.as_chat and is_dialogue(text)):
+            raise DataError(
+                f"{self.form.question!r} is text in {row.place}; it must be a list of {{role, content}} turns"
+            )
+        for name in self._joined:
+            if more := _text_of(row, name):
+                text = f"{text}\n\n{more}" if text.strip() else more
+        if _IN_BRACKETS.match(text):
+            self.notes["questions in brackets are taken as text, for they list no turns"] += 1
+        return text
+
     def _turns(self, text: str) -> list[Message]:
+        """Return the turns of a dialogue in a text, or a text as one turn of the user's."""
         if is_dialogue(text):
             return to_messages(text)
-        if _BEGINS_CHAT.match(text) or _ENDS_OPENED.search(text):
+        if _BEGINS_CHAT.match(text) or _ENDS_BEFORE_ANSWER.search(text):
             self.notes[
                 "texts have the marks of a chat template, and get the model's template around them"
             ] += 1
@@ -430,6 +450,7 @@ class RowReader:
         return turns[:start], turns[start:stop]
 
     def _whole_text(self, row: TableRow) -> Row | str:
+        """Read the column `text`, which holds a conversation or is learned as it stands."""
         content = content_of(row, "text", self.roles)
         if isinstance(content, list):
             return self._cut(content)
@@ -438,6 +459,7 @@ class RowReader:
         return Row(None, {"text": content}) if content.strip() else "no text"
 
     def _pair(self, row: TableRow) -> Row | str:
+        """Read a better and a worse answer, with the question that a column has or that both begin with."""
         pair: dict[str, Content] = {}
         for name in ("chosen", "rejected"):
             content = content_of(row, name, self.roles)
@@ -456,7 +478,10 @@ class RowReader:
             if isinstance(question, list) and self.form in CONVERSATIONS:
                 question = self._before_answer(question)
             return self._joined_row(row, question, pair)
-        chosen, rejected = pair.values()
+        return self._pair_alone(row, **pair)
+
+    def _pair_alone(self, row: TableRow, chosen: Content, rejected: Content) -> Row | str:
+        """Return a pair without a column for its question, which is the common beginning of both."""
         if isinstance(chosen, str) and isinstance(rejected, str):
             if self._system or self._history_columns:
                 raise DataError(
@@ -584,18 +609,24 @@ class RowReader:
 
     def _expected(self, unused: Sequence[str]) -> list[str]:
         """Return the unused columns that matter by their names, and say in some row what its question does not."""
-        learns = self.needs.kind != "prompts"
-        wanted = EXPECTED_OF_ANSWERS if learns else EXPECTED
+        wanted = _EXPECTED_COLUMNS if self.needs.kind == "prompts" else _EXPECTED_BESIDE_ANSWERS
         names = [name for name in unused if re.fullmatch(wanted, name)]
         more = set[str]()
         notes = self.notes.copy()  # of these rows were taken when all were read
         for row in islice(self.table, _FIRST_ROWS if names else 0):
-            read: Any = self.read(row) if learns else self.prompt_column and self.prompt(row)
+            question = self._read_question(row)
             with suppress(RecursionError):  # a cell that nests so deep is no part of a question
-                words = _flat(read.question or read.answers if isinstance(read, Row) else read)
+                words = _flat(question)
                 more.update(name for name in names if _says_more(row.cell(name), words))
         self.notes = notes
         return [name for name in names if name in more]
+
+    def _read_question(self, row: TableRow) -> Any:
+        """Return a row's question, or all that it says where the question is no part of its own."""
+        if self.needs.kind == "prompts":
+            return self.prompt(row) if self.prompt_column else None
+        read = self.read(row)
+        return read if isinstance(read, str) else read.question or read.answers
 
     def in_words(self) -> str:
         """`question from instruction + input, answer from output, tools`."""
@@ -628,6 +659,7 @@ def _says_more(value: Any, words: str) -> bool:
 
 
 def _flat(value: Any) -> str:
+    """Return a value as JSON, in one line and with single spaces."""
     return " ".join(json.dumps(value, ensure_ascii=False).replace("\\n", " ").split())
 
 
@@ -691,6 +723,7 @@ class RoleOrders:
         self._orders: set[Any] = set()
 
     def is_new(self, *contents: Any) -> bool:
+        """Tell whether no row before had turns of these roles and keys."""
         order = tuple(
             [
                 turn["role"] if len(turn) == 2 else (turn["role"], *turn)
@@ -775,10 +808,10 @@ def _starts_with(turns: Sequence[Message], question: Sequence[Message]) -> bool:
 def _split_texts(chosen: str, rejected: str) -> Row | str:
     """Cut where the assistant's last turn begins, else at the last space of the common beginning."""
     common = commonprefix([chosen, rejected])  # noqa: RUF071 (letter by letter)
-    marks = list(_OPENED.finditer(common))
+    marks = list(_OPENS_ANSWER.finditer(common))
     end = marks[-1].end() if marks else common.rfind(" ")
     answers = (chosen[end:], rejected[end:])
-    if end <= 0 or not all(map(str.strip, answers)) or any(map(_OPENED.search, answers)):
+    if end <= 0 or not all(map(str.strip, answers)) or any(map(_OPENS_ANSWER.search, answers)):
         return "conversations part before the last answer"
     return Row(chosen[:end], dict(zip(("chosen", "rejected"), answers, strict=True)))
 

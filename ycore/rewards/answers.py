@@ -5,7 +5,7 @@ may end behind every letter, and in Korean particles may follow one.
 """
 
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -15,26 +15,64 @@ import regex
 from ycore.data.cells import last_boxed
 from ycore.types import THINKING, Content, after_thinking
 
+# -- words -------------------------------------------------------------------------------------------------------------
+#
+# Patterns in triple quotes are verbose, or parts of verbose patterns: white space in them says nothing.
+
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{sc=Thai}\p{sc=Lao}\p{sc=Khmer}\p{sc=Myanmar}"
-# Not after a denial.
-_NOT = r"(?<![\u4e0d\u6ca1\u975e\u672a\u65e0\u7121]\u662f?|(?:\b(?:not|never|nicht|pas)|n't)\s(?:the\s|an?\s)?\W?)"
-_LISTED = r"(?<!\b[a-z]\W{0,3}(?:[,/;&)]|\s(?:or|and)\s)(?:(?:or|and)\s)?\(?|\b(?:yes|no|true|false)(?:/|\s(?:or|and)\s))"
-_IN_FORMULA = r"(?<![-+/^\d)\]}]\(?|\w[*({]|\}\{)"  # not the end of a longer formula
-_CHOICE = r"(?:answer|option|choice)(?:\sis)?[^\p{L}\d]{0,6}\b(\p{L})[).:,]"
-_TIGHT = r"\s?([-+*/^=<>|,(){}\[\]]|(?=\\))\s?"
-_NOT_IN_LETTER = r"(?!\p{M}|[\u0e33\u0eb3])"  # not before the marks and vowel signs of a letter
-_WORD_START = (
-    rf"(?:\b|(?<=[{_UNSPACED}])|(?=[{_UNSPACED}])|(?<=\p{{Hangul}})(?!\p{{Hangul}})"
-    rf"|(?<=\p{{L}}{{2}}[.:])){_NOT}{_NOT_IN_LETTER}"
-)
-_WORD_END = rf"(?:\b|(?<=[{_UNSPACED}])|(?=[{_UNSPACED}\p{{Hangul}}])|(?=[.:]\p{{L}}{{2}})){_NOT_IN_LETTER}"
-_LONG_MARKS = r"(\p{M}{30})\p{M}+"
-_WORDS = rf"(?V1)(?=[{_UNSPACED}])\X|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+"
+"""Letters of the scripts that put no space between words."""
 _HAS_UNSPACED = rf"[{_UNSPACED}]"
+# A letter of such a script with its marks, or a whole word of any other.
+_UNSPACED_LETTER_OR_WORD = (
+    rf"(?V1)(?=[{_UNSPACED}])\X|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+"
+)
+
+_NOT_DENIED = r"""
+    (?<!
+        [\u4e0d\u6ca1\u975e\u672a\u65e0\u7121]\u662f?                               # Chinese: is not, has not, never
+        | (?: \b(?:not|never|nicht|pas) | n't ) \s (?:the\s|an?\s)? \W?             # not Paris, isn't the Louvre
+    )
+"""
+_NOT_LISTED = r"""
+    (?<!
+        \b[a-z] \W{0,3} (?: [,/;&)] | \s(?:or|and)\s ) (?:(?:or|and)\s)? \(?        # the c of a/c and of (a) or (c)
+        | \b(?:yes|no|true|false) (?: / | \s(?:or|and)\s )                          # the no of yes/no
+    )
+"""
+_NOT_IN_FORMULA = r"""
+    (?<! [-+/^\d)\]}]\(? | \w[*({] | \}\{ )                                         # the x+1 of 2x+1 and of 3(x+1)
+"""
+_NOT_IN_LETTER = r"(?! \p{M} | [\u0e33\u0eb3] )"
+"""Not before the marks of a letter, nor before its vowel sign in Thai or Lao."""
+_WORD_START = rf"""
+    (?:
+        \b
+        | (?<=[{_UNSPACED}]) | (?=[{_UNSPACED}])
+        | (?<=\p{{Hangul}}) (?!\p{{Hangul}})
+        | (?<=\p{{L}}{{2}}[.:])                                                     # answer:paris
+    )
+    {_NOT_DENIED} {_NOT_IN_LETTER}
+"""
+_WORD_END = rf"""
+    (?:
+        \b
+        | (?<=[{_UNSPACED}]) | (?=[{_UNSPACED}\p{{Hangul}}])
+        | (?=[.:]\p{{L}}{{2}})
+    )
+    {_NOT_IN_LETTER}
+"""
+# The b of `the answer is (b), because` and of `option: b.`
+_CHOSEN_LETTER = r"(?:answer|option|choice)(?:\sis)?[^\p{L}\d]{0,6}\b(\p{L})[).:,]"
+_LONG_RUN_OF_MARKS = r"(\p{M}{30})\p{M}+"
+# The spaces in `( 1, 2 )`, and those before a command: `2 \pi`.
+_SPACED_SIGN = r"\s?([-+*/^=<>|,(){}\[\]]|(?=\\))\s?"
 _CLOSING = (
     " \t\r\n.,;:!?*_`'\")]}$"
     + "\u3002\uff0c\u3001\uff01\uff1f\uff1b\uff1a\u300d\u300f\uff09\u3011\u300b\u201d\u2019\u00bb\u2026\u17d4\u0964\u061f"
 )
+"""Punctuation, quotation marks, closing brackets and marks of Markdown, which may stand behind an answer."""
+
+# -- one form for each of the many in which LaTeX and Unicode write a number -------------------------------------------
 
 # Signs of full width, Arabic signs and what has no width; then the letters and brackets of full width.
 _CHARACTERS = str.maketrans(
@@ -46,83 +84,148 @@ _SYMBOLS = str.maketrans({"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u221a": r"\
 _SUPERSCRIPTS = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
 )
-_GROUP = "\u2009"  # stands for every separator of thousands but comma and dot
-_Rewrites = dict[str, str | Callable[[Any], str]]
+_GROUP = "\u2009"
+"""Stands for every separator of thousands but comma and dot."""
+# Those of 1\,234, 1{,}234, 1~234, 1'234 and 1_234, and Unicode's apostrophes and spaces.
 _SEPARATOR = r"(?:\\[,;: ]\s?|\{\\[,;:]\}|\\thinspace\s?|[~'_\u2019\u02bc\u066c\u00a0\u2000-\u200a\u202f\u205f])"
-# What changes the look alone; spaces of any width, repeating decimals.
+# The same and `{,}` where whole groups of digits follow, as in India also of two: 12{,}34{,}567.
+_SEPARATOR_OF_GROUPS = rf"""(?x)
+    (?<=\d) (?:{_SEPARATOR}|\{{,\}})
+    (?= (?: \d\d\d? (?:{_SEPARATOR}|\{{,\}}) ){{0,12}} \d{{3}} (?!\d) )
+"""
+_VULGAR_FRACTION = r"[\u00bc-\u00be\u2150-\u215e]"
+_ARGUMENT = r"\s?(?|\{\s*([^{}]{1,60}?)\s*\}|(\d))"
+"""An argument of a command, in braces or a digit alone: both of `\\frac{1}{2}` and of `\\frac12`."""
+
+_Rewrites = dict[str, str | Callable[[Any], str]]
+"""Patterns, each with what takes its place, in the order in which they are replaced."""
+# What changes the look alone.
 _STYLES: _Rewrites = {
-    r"\\(?:[hm]space\*?\s?\{[^{}]{0,20}\}|[hm]?(?:kern|skip)\s?[\d.]{1,5}\s?(?:pt|em|ex|mu)\s?)": r"\\,",
-    r"\\(?:text)?color\s?\{[^{}]{0,20}\}"
-    r"|\\(?:boldsymbol|bm|pmb|underline|num|rm|bf|it|sf|tt|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])\s?"
-    r"|<\|\w{1,20}\|>|</s>|</?(?:b|i|u|p|em|strong|code|mark|br)\s?/?>|\p{Extended_Pictographic}\ufe0f?": "",
+    r"""(?x)                                                                        # spaces of a width of their own
+        \\(?:
+            [hm]space\*? \s? \{[^{}]{0,20}\}                                        # \hspace{1cm}
+            | [hm]?(?:kern|skip) \s? [\d.]{1,5} \s? (?:pt|em|ex|mu) \s?             # \kern3pt
+        )
+    """: r"\\,",
+    r"""(?x)
+        \\(?:text)?color \s? \{[^{}]{0,20}\}
+        | \\(?:boldsymbol|bm|pmb|underline|num|rm|bf|it|sf|tt|[lL]arge|LARGE|[hH]uge) (?![A-Za-z]) \s?
+        | <\|\w{1,20}\|> | </s>                                                     # <|im_end|>
+        | </? (?:b|i|u|p|em|strong|code|mark|br) \s? /?>                            # <b>, </b>, <br />
+        | \p{Extended_Pictographic} \ufe0f?
+    """: "",
     r"\\varnothing|\u2205": r"\\emptyset ",
-    r"\b(\d{1,9})\.(\d{0,9})\\(?:overline|bar|dot)\s?\{(\d{1,9})\}": lambda found: _repeating(
-        *found.groups()
+    # Repeating decimals: 0.1\overline{6}
+    r"\b(\d{1,9})\.(\d{0,9})\\(?:overline|bar|dot)\s?\{(\d{1,9})\}": lambda match: _repeating(
+        *match.groups()
     ),
 }
-_ARGUMENT = r"\s?(?|\{\s*([^{}]{1,60}?)\s*\}|(\d))"
-_VULGAR_FRACTION = r"[\u00bc-\u00be\u2150-\u215e]"
-_ALL_REWRITES: _Rewrites = _STYLES | {
-    r"\\[()\[\]]": " ",
+_SPELLINGS: _Rewrites = {
+    r"\\[()\[\]]": " ",  # the delimiters of a formula
     r"\\(?:text|math(?:rm|ord|punct|bin)|mbox)\s?\{,\}": ",",
     r"\^\s?\{\\text\{o\}\}|\\degree(?![A-Za-z])": "\u00b0",
-    r"\\(?:text[a-z]{0,6}|math(?:rm|bf|it|sf|tt|normal)|mbox|emph|operatorname)\s?\{\s*([^{}]*)\}"
-    r"|(?<=\d(?:\s|~|\\.){0,2})\{(\p{L}+)\}": r" \1\2",
-    r"\{\s?([-+,.:]|\\times|\\cdot)\s?\}|\\([%$])|\{(10)\}(?=\^)|\\!|\\(?:left|right)(?:\.|(?![A-Za-z]))"
-    r"|\\(?:displaystyle|approx)(?![A-Za-z])|\\text[a-z]{0,6}(?=\{)": r"\1\2\3",
-    r"(?<![\p{L}\d])_+|_+(?![\p{L}\d])": " ",
+    r"""(?x)
+        \\(?: text[a-z]{0,6} | math(?:rm|bf|it|sf|tt|normal) | mbox | emph | operatorname )
+            \s? \{\s*([^{}]*)\}                                                     # 5\text{ km}
+        | (?<=\d(?:\s|~|\\.){0,2}) \{(\p{L}+)\}                                     # 5\,{km}
+    """: r" \1\2",
+    r"""(?x)
+        \{ \s? ([-+,.:]|\\times|\\cdot) \s? \}                                      # {-}5, 10{:}30
+        | \\([%$])
+        | \{(10)\}(?=\^)                                                            # {10}^3
+        | \\! | \\(?:left|right)(?:\.|(?![A-Za-z]))
+        | \\(?:displaystyle|approx)(?![A-Za-z])
+        | \\text[a-z]{0,6}(?=\{)
+    """: r"\1\2\3",
+    r"(?<![\p{L}\d])_+|_+(?![\p{L}\d])": " ",  # _Paris_
     r"\^\s?(?:\\circ|\{\s?\\circ\s?\})": "\u00b0",
     r"(?<=\d)\uff0c(?=\d)": ",",
-    rf"(?<=\d)(?:{_SEPARATOR}|\s(?=000(?!\d)))(?=\d)": _GROUP,
-    rf"(\d?)\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}": lambda found: _fraction_text(*found.groups()),
-    rf"(\d?)({_VULGAR_FRACTION})": lambda found: _fraction_text(found[1], *_parts(found[2])),
-    "(?<=[0-9])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+": lambda found: (
-        "^" + found[0].translate(_SUPERSCRIPTS)
+    rf"(?<=\d)(?:{_SEPARATOR}|\s(?=000(?!\d)))(?=\d)": _GROUP,  # 1\,234, 12 000
+    rf"(\d?)\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}": lambda match: _fraction_text(*match.groups()),
+    rf"(\d?)({_VULGAR_FRACTION})": lambda match: _fraction_text(match[1], *_parts(match[2])),
+    "(?<=[0-9])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+": lambda match: (
+        "^" + match[0].translate(_SUPERSCRIPTS)
     ),
     r"\\[,;: ]|~|\\(?:q?quad|enspace)(?![A-Za-z])": " ",
-    r"(?<=\d)\s?\*\*\s?(?=[-\d])": "^",
+    r"(?<=\d)\s?\*\*\s?(?=[-\d])": "^",  # 2**10
     r"(?i)(?<!\d\s?)\b(?:minus|negative)\s(?=[\d.])": "-",
     r"(?<=\d)\s*degrees?\b": "\u00b0",
-    r"(?<=\s\p{L}{1,4})\^\{?([23])\}?(?!\d)": lambda found: chr(0xB0 + int(found[1])),
-    r"(\u00b0) ?(?=[CFK]\b)|( )[ \t]+": r"\1\2",
+    # cm^2 and cm^{3}, with their own characters.
+    r"(?<=\s\p{L}{1,4})\^\{?([23])\}?(?!\d)": lambda match: chr(0xB0 + int(match[1])),
+    r"(\u00b0) ?(?=[CFK]\b)|( )[ \t]+": r"\1\2",  # 20° C
 }
-_REWRITES = [(regex.compile(pattern), new) for pattern, new in _ALL_REWRITES.items()]
-_IN_PARTS = rf"(?<=\d)(?:{_SEPARATOR}|\{{,\}})(?=(?:\d\d\d?(?:{_SEPARATOR}|\{{,\}})){{0,12}}\d{{3}}(?!\d))"
-
-_INTEGER = (
-    rf"(?:\d{{1,3}}(?:[,{_GROUP}]\d{{3}})+|\d{{1,2}}(?:[,{_GROUP}]\d{{2}}){{1,12}}[,{_GROUP}]\d{{3}}"
-    r"|[1-9]\d{0,2}(?:\.\d{3}){2,}|[1-9]\d{0,2}(?:\.\d{3})+(?=,\d{1,2}(?![\d,]))|\d++)(?!\d)"
+_STYLE_REWRITES, _REWRITES = (
+    [(regex.compile(pattern), new) for pattern, new in rewrites.items()]
+    for rewrites in (_STYLES, _STYLES | _SPELLINGS)
 )
-_DECIMAL = rf"{_INTEGER}(?:(?<=[{_GROUP}.]\d{{3}}),\d++(?!,\d)|\.\d++)?+"
+
+# -- numbers, in texts of this form ------------------------------------------------------------------------------------
+
+_INTEGER = rf"""
+    (?:
+        \d{{1,3}} (?:[,{_GROUP}]\d{{3}})+                                           # 1,234,567
+        | \d{{1,2}} (?:[,{_GROUP}]\d{{2}}){{1,12}} [,{_GROUP}]\d{{3}}               # 12,34,567, as in India
+        | [1-9]\d{{0,2}} (?:\.\d{{3}}){{2,}}                                        # 1.234.567
+        | [1-9]\d{{0,2}} (?:\.\d{{3}})+ (?=,\d{{1,2}}(?![\d,]))                     # the 1.234 of 1.234,56
+        | \d++
+    )
+    (?!\d)
+"""
+_DECIMAL = rf"""
+    {_INTEGER} (?: (?<=[{_GROUP}.]\d{{3}}),\d++(?!,\d) | \.\d++ )?+                 # 1.234,56 and 1,234.56
+"""
 _EXPONENT = r"\^\{?+(?P<power>[-+]?\d{1,3})\}?+(?!\d)"
 _SPACELESS = rf"{_UNSPACED}\p{{Hangul}}"
 # A sign belongs to its number only where nothing precedes it that could be subtracted from: `10-7` holds 10 and 7.
-_SIGN = rf"(?:(?<![[\w.)\]}}%\u00b0]--[{_SPACELESS}]])(?<!\d\$)(?P<sign>[-+])(?=\p{{Sc}}?\s?[\d.]))?+"
+_SIGN = rf"""
+    (?:
+        (?<![[\w.)\]}}%\u00b0]--[{_SPACELESS}]]) (?<!\d\$)
+        (?P<sign>[-+]) (?=\p{{Sc}}?\s?[\d.])
+    )?+
+"""
 # Digits are no number of their own behind a letter or `±`, in an exponent, an index, a root or a denominator.
-_START = rf"(?<![[\p{{L}}\d_^/\u221a\u00b1\u2213]--[{_SPACELESS}]])(?<!\d\.)(?<!\^[-+{{])(?<!\\sqrt\s?\{{?)"
-_NUMBER = (
-    rf"(?V1){_SIGN}(?:\p{{Sc}}\s?(?P<sign>[-+])?+)?+(?:"
-    rf"(?P<chain>{_START}(?![1-9]\d{{0,2}}(?:\.\d{{3}}){{2,}}(?![.\d]))\d++(?:(?:[.]\d++){{2,}}+|(?:/\d++){{2,}}+|(?:-\d++){{2,}}+|(?::\d++)++))"
-    rf"|(?:{_START}(?P<whole>\d{{1,9}})\s(?=\d{{1,9}}/\d))?+"
-    rf"(?P<top>{_START}{_DECIMAL}|(?<!\w)\.\d++)(?:/(?P<bottom>{_DECIMAL}))?+"
-    rf"(?:[eE](?P<power_of_ten>[-+]?\d{{1,3}})(?!\d))?+"
-    rf"(?:{_EXPONENT}|(?P<times>\s?(?:\\times|\\cdot|[\u00d7\u00b7*x])\s?10){_EXPONENT})?+"
-    r"(?!\^|\s?(?:\\sqrt|\\?pi\b|[\u03c0\u221a]))(?P<percent>\s?(?:%|per\s?cent\b))?+)"
-)
+_START = rf"""
+    (?<![[\p{{L}}\d_^/\u221a\u00b1\u2213]--[{_SPACELESS}]])
+    (?<!\d\.) (?<!\^[-+{{]) (?<!\\sqrt\s?\{{?)
+"""
+_NUMBER = rf"""(?xV1)
+    {_SIGN} (?:\p{{Sc}}\s?(?P<sign>[-+])?+)?+                                       # -$5, $-5
+    (?:
+        (?P<chain>                                                                  # no number: 3.11.2, 5/12/2024, 10:30
+            {_START} (?![1-9]\d{{0,2}}(?:\.\d{{3}}){{2,}}(?![.\d]))
+            \d++ (?: (?:[.]\d++){{2,}}+ | (?:/\d++){{2,}}+ | (?:-\d++){{2,}}+ | (?::\d++)++ )
+        )
+        | (?: {_START} (?P<whole>\d{{1,9}}) \s (?=\d{{1,9}}/\d) )?+                 # the 2 of 2 1/2
+        (?P<top> {_START}{_DECIMAL} | (?<!\w)\.\d++ ) (?: / (?P<bottom>{_DECIMAL}) )?+
+        (?: [eE] (?P<power_of_ten>[-+]?\d{{1,3}}) (?!\d) )?+
+        (?:
+            {_EXPONENT}                                                             # 2^10
+            | (?P<times> \s?(?:\\times|\\cdot|[\u00d7\u00b7*x])\s?10 ) {_EXPONENT}  # 1.2 \times 10^3
+        )?+
+        (?! \^ | \s?(?:\\sqrt|\\?pi\b|[\u03c0\u221a]) )
+        (?P<percent> \s?(?:%|per\s?cent\b) )?+
+    )
+"""
 _UNIT = r"(?V1)\s{0,2}((?:[\p{L}\u00b0\u00b5][^\s\d]*\s?){1,3})"
-# At the end of a text `1 234` is 1234 and `3,5` is 3.5, and no part of a formula or of alternatives is the answer.
-_LAST_IN_PARTS = (
-    r"(?<![\d.,]|\d\s)(?:[1-9]\d?(?: \d{3}){1,4}|[1-9]\d\d \d{3})(?=(?:\.\d+)?\D*\Z)"
-    r"|(?<![\d.,])\d+,(?:\d\d?|\d{4,}|(?<=\b0,)\d{3})(?=\D*\Z)"
-)
-_NO_LAST = (
-    r"\d-[\d.,]+\D*\Z|(?<!\p{L})[iknxyz]\s?[-+]\s?[\d.,]+\D*\Z"
-    r"|\d(?:[ik]|[abcnpqrxyz]{1,3})(?![\p{L}.])\D*\Z"
-)
-_LAST_OR = r"\d\W{0,3}\sor\s\W{0,4}[\d.,]+\D*\Z"
-_SEVERAL = r"(?s)=.*(?:;|,(?!\d)|\b(?:or|and)\b|\\\\|\\lor\b|\\quad)"
-_FORMULA = regex.compile(r"[\\^_<>+*/|!\[\]-]|\p{Sm}")
 _VARIABLE = regex.compile(r"\s?(?:[ik]|[abcnpqrxyz]{1,3})(?![\p{L}.])")
+"""Variables behind a number, which are no unit of it: those of `5i` and `3 xy`."""
+_FORMULA_SIGN = regex.compile(r"[\\^_<>+*/|!\[\]-]|\p{Sm}")
+# What stands around a whole number in `x = 5`, in `- 5` and in `1 / 2`.
+_NUMBER_LAYOUT = r"^\p{L}\s?=\s?|^([-+])\s|\s?(/)\s?"
+
+# At the end of a text `1 234` is 1234 and `3,5` is 3.5, and no part of a formula or of alternatives is the answer.
+_LAST_IN_PARTS = r"""(?x)
+    (?<![\d.,]|\d\s) (?: [1-9]\d?(?:\ \d{3}){1,4} | [1-9]\d\d\ \d{3} ) (?=(?:\.\d+)?\D*\Z)      # 1 234
+    | (?<![\d.,]) \d+,(?: \d\d? | \d{4,} | (?<=\b0,)\d{3} ) (?=\D*\Z)               # 3,5 and 0,125, but not 1,234
+"""
+_ENDS_FORMULA = r"""(?x)
+    \d-[\d.,]+\D*\Z                                                                 # 10-15
+    | (?<!\p{L})[iknxyz]\s?[-+]\s?[\d.,]+\D*\Z                                      # x + 3
+    | \d(?:[ik]|[abcnpqrxyz]{1,3})(?![\p{L}.])\D*\Z                                 # 3x
+"""
+_ENDS_ALTERNATIVES = r"\d\W{0,3}\sor\s\W{0,4}[\d.,]+\D*\Z"  # 3 or 5
+# Before the last `=` of a box: x = 1, y = 2.
+_SEVERAL_EQUATIONS = r"(?s)=.*(?:;|,(?!\d)|\b(?:or|and)\b|\\\\|\\lor\b|\\quad)"
 _SCALES = (
     dict.fromkeys("\u4e07\u842c\ub9cc", 10**4)
     | dict.fromkeys("\u4ebf\u5104\uc5b5", 10**8)
@@ -142,11 +245,12 @@ class Number(NamedTuple):
     @property
     def scale(self) -> int:
         """How many of its units the first word behind the number stands for: a million is 1,000,000."""
-        found = regex.match(_SCALE, self.unit)
-        return _SCALES[found[1].casefold()] if found else 1
+        match = regex.match(_SCALE, self.unit)
+        return _SCALES[match[1].casefold()] if match else 1
 
     @property
     def digits(self) -> str:
+        """Return its text without spaces, separators of thousands and currencies."""
         return str(regex.sub(rf"[,\s\p{{Sc}}{_GROUP}]", "", self.text))
 
     def equals(self, right: "Number", tolerance: float = 0.0) -> bool:
@@ -185,16 +289,17 @@ def answer_text(completion: Content) -> str:
 
 
 def without_thinking(completion: Content) -> Content:
-    """The completion without what precedes `</think>`, still as text or chat; empty where the thinking never ends."""
+    """Return the completion from behind `</think>` on, still as text or chat; empty where the thinking never ends."""
     return _with_text(completion, after_thinking(completion_text(completion)).lstrip())
 
 
 def with_thinking_opened(completion: Content) -> Content:
-    """The completion behind the `<think>` that its prompt ends with."""
+    """Return the completion with the `<think>` before it that its prompt ends with."""
     return _with_text(completion, THINKING + completion_text(completion))
 
 
 def _with_text(completion: Content, text: str) -> Content:
+    """Return the completion with another text, in its last message where it is a chat."""
     if isinstance(completion, str):
         return text
     return [*completion[:-1], {**completion[-1], "content": text}] if completion else []
@@ -216,7 +321,7 @@ def final_answer(text: str) -> str:
 def number_of(text: str) -> Number | None:
     """Return the number that the whole text is (`-4`, `1,234`, `$5`, `20%`, `7.`, `\\frac{1}{2}`, `5 km`), or None."""
     text = _plain(text).strip().strip("$").strip().removesuffix(".")
-    text = regex.sub(r"^\p{L}\s?=\s?|^([-+])\s|\s?(/)\s?", r"\1\2", text)
+    text = regex.sub(_NUMBER_LAYOUT, r"\1\2", text)
     numbers = list(_read_numbers(text))
     is_whole = len(numbers) == 1 and numbers[0].text + numbers[0].unit == text.strip()
     return numbers[0] if is_whole and not _VARIABLE.match(numbers[0].unit) else None
@@ -233,28 +338,37 @@ def last_number(text: str) -> list[Number]:
     None also where it is one of several, or of a formula, in a box.
     """
     text = regex.sub(
-        _LAST_IN_PARTS, lambda found: found[0].replace(" ", _GROUP).replace(",", "."), text
+        _LAST_IN_PARTS, lambda match: match[0].replace(" ", _GROUP).replace(",", "."), text
     )
     if (whole := number_of(text)) is not None:
         return [whole]
     box = last_boxed(text)
     if box is None or numbers_in(text[text.rfind(box) + len(box) :]):
-        return _last_of(text)
-    before, _, last = box.rpartition("=")
-    if (whole := number_of(last)) is not None:
-        return [] if regex.search(_SEVERAL, before) else [whole]
-    numbers = numbers_in(box)
-    rest = _plain(box).replace(numbers[0].text, "") if len(numbers) == 1 else "|"
-    return [] if _FORMULA.search(rest) or _VARIABLE.match(numbers[0].unit) else numbers
+        return _last_of_prose(text)
+    return _last_of_box(box)
 
 
-def _last_of(text: str) -> list[Number]:
+def _last_of_prose(text: str) -> list[Number]:
+    """Return the last number of a text, unless it is part of a formula or one of two that differ (`3 or 5`)."""
     plain = _plain(text)
     numbers = numbers_in(text)[-2:]
     differ = numbers and not numbers[0].equals(numbers[-1])
-    if regex.search(_NO_LAST, plain) or (differ and regex.search(_LAST_OR, plain)):
+    if regex.search(_ENDS_FORMULA, plain):
         return []
-    return numbers[-1:]
+    return [] if differ and regex.search(_ENDS_ALTERNATIVES, plain) else numbers[-1:]
+
+
+def _last_of_box(box: str) -> list[Number]:
+    """Return the only number in a box, with its unit, or the one that its only equation ends with (`x = 5`)."""
+    before, _, last = box.rpartition("=")
+    if (whole := number_of(last)) is not None:
+        return [] if regex.search(_SEVERAL_EQUATIONS, before) else [whole]
+    numbers = numbers_in(box)
+    if len(numbers) != 1:
+        return []
+    rest = _plain(box).replace(numbers[0].text, "")
+    is_in_formula = _FORMULA_SIGN.search(rest) or _VARIABLE.match(numbers[0].unit)
+    return [] if is_in_formula else numbers
 
 
 def gives(text: str, gold: str) -> bool:
@@ -271,11 +385,12 @@ def gives(text: str, gold: str) -> bool:
     if not folded:  # the answer is punctuation
         return text.strip().endswith(gold)
     line = _last_line(last_boxed(text) or text)
-    if len(folded) == 1 and regex.findall(_CHOICE, line)[-1:] == [folded]:
+    if len(folded) == 1 and regex.findall(_CHOSEN_LETTER, line)[-1:] == [folded]:
         return True
     is_choice = not folded[1:2].isalnum() or folded in ("yes", "no", "true", "false")
-    start = _LISTED if is_choice else ""
-    start += _IN_FORMULA if _FORMULA.search(folded) or folded[0] == "(" else ""
+    is_formula = _FORMULA_SIGN.search(folded) or folded[0] == "("
+    start = _NOT_LISTED if is_choice else ""
+    start += _NOT_IN_FORMULA if is_formula else ""
     return _word_search(folded, line, start=start, end=r"\Z")
 
 
@@ -285,39 +400,37 @@ def holds(text: str, gold: str) -> bool:
     if right is not None:
         return any(_same_quantity(number, right) for number in numbers_in(text))
     folded = _folded_gold(gold)
-    end = _WORD_END + "(?![+#])"
+    end = _WORD_END + "(?![+#])"  # C is not in C++ or C#
     return _word_search(folded, _folded(text), end=end) if folded else gold in text
 
 
 def for_math_verify(text: str) -> str:
     """Return a text with delimiters and signs as math-verify reads them: no dollar is money, no number is in parts."""
     text = _composed(text).translate(_CHARACTERS | _SYMBOLS).replace("\\$", "")
-    for pattern, replacement in _REWRITES[: len(_STYLES)]:
-        text = pattern.sub(replacement, text)
-    text = regex.sub(_IN_PARTS, "", text.replace("\\!", ""))
+    text = _rewritten(text, _STYLE_REWRITES).replace("\\!", "")
+    text = regex.sub(_SEPARATOR_OF_GROUPS, "", text)
     if text.count("$") % 2:
-        text = regex.sub(r"\$(?=\s?[\d.])", " ", text)
+        text = regex.sub(r"\$(?=\s?[\d.])", " ", text)  # $5
     return str(
         regex.sub(
-            _VULGAR_FRACTION, lambda found: r"\frac{{{}}}{{{}}}".format(*_parts(found[0])), text
+            _VULGAR_FRACTION, lambda match: r"\frac{{{}}}{{{}}}".format(*_parts(match[0])), text
         )
     ).strip()
-
-
-def _composed(text: str) -> str:
-    """Return a text in NFC; of a run of combining marks the first 30, because their sorting takes quadratic time."""
-    return unicodedata.normalize("NFC", regex.sub(_LONG_MARKS, r"\1", text))
 
 
 def words_of(text: str) -> list[str]:
     """Return a text's words: as white space parts them, and where a script has no spaces, its letters."""
     words: list[str] = []
     for part in _composed(text).split():
-        words += regex.findall(_WORDS, part) if regex.search(_HAS_UNSPACED, part) else [part]
+        if regex.search(_HAS_UNSPACED, part):
+            words += regex.findall(_UNSPACED_LETTER_OR_WORD, part)
+        else:
+            words.append(part)
     return words
 
 
 def _same_quantity(number: Number, right: Number) -> bool:
+    """Whether both are one number, and the unit of the right one is the other's too, or that has none."""
     if not number.equals(right) or not right.unit:
         return number.equals(right)
     words, unit = (
@@ -328,11 +441,13 @@ def _same_quantity(number: Number, right: Number) -> bool:
 
 
 def _word_search(folded: str, text: str, *, start: str = "", end: str) -> bool:
-    pattern = "(?wV1)" + start + _WORD_START + regex.escape(folded) + end
+    """Whether the text has these words, whole, between what the verbose patterns `start` and `end` ask for."""
+    pattern = "(?wxV1)" + start + _WORD_START + regex.escape(folded) + end
     return regex.search(pattern, text) is not None
 
 
 def _last_line(text: str) -> str:
+    """Return the last line that is not empty, as `_folded`, without the mark of a list."""
     num_lines = len(text.rstrip(_CLOSING).splitlines())
     line = text.splitlines()[num_lines - 1] if num_lines else ""
     return _folded(regex.sub(r"^\s*[-*\u2022]\s", "", line))
@@ -345,15 +460,24 @@ def _folded_gold(gold: str) -> str:
 
 
 def _folded(text: str) -> str:
+    """Return a text without case, with one space between words, none around signs, and no closing punctuation."""
     folded = _composed(_plain(text).casefold())
     words = folded.replace(_GROUP, " ").split()
-    return str(regex.sub(_TIGHT, r"\1", " ".join(words))).rstrip(_CLOSING)
+    return str(regex.sub(_SPACED_SIGN, r"\1", " ".join(words))).rstrip(_CLOSING)
 
 
 def _plain(text: str) -> str:
     """Return a text in NFC, with one form for each of the many in which LaTeX and Unicode write a number."""
-    text = _composed(text).translate(_CHARACTERS)
-    for pattern, replacement in _REWRITES:
+    return _rewritten(_composed(text).translate(_CHARACTERS), _REWRITES)
+
+
+def _composed(text: str) -> str:
+    """Return a text in NFC; of a run of combining marks the first 30, because their sorting takes quadratic time."""
+    return unicodedata.normalize("NFC", regex.sub(_LONG_RUN_OF_MARKS, r"\1", text))
+
+
+def _rewritten(text: str, rewrites: Iterable[tuple[Any, Any]]) -> str:
+    for pattern, replacement in rewrites:
         text = pattern.sub(replacement, text)
     return text
 
@@ -365,54 +489,57 @@ def _repeating(whole: str, decimals: str, repeated: str) -> str:
 
 
 def _fraction_text(before: str, top: str, bottom: str) -> str:
+    """Write a fraction with a slash, behind the digit before it: `2 1/2`, or `(x+1)/2` where one is a formula."""
     is_plain = regex.fullmatch(r"-?[\d.,]+", top) and regex.fullmatch(r"[\d.,]+", bottom)
     space = " " if before else ""
     return f"{before}{space}{top}/{bottom}" if is_plain else f"{before}({top})/{bottom}"
 
 
 def _parts(vulgar_fraction: str) -> list[str]:
+    """Return top and bottom of a fraction that is one character."""
     return unicodedata.normalize("NFKC", vulgar_fraction).split("\u2044")
 
 
 def _read_numbers(plain: str) -> Iterator[Number]:
-    for found in regex.finditer(_NUMBER, plain):
-        value = None if found["chain"] or len(found[0]) > 1000 else _value(found)
+    """Yield every number of a `_plain` text, without chains such as dates and versions."""
+    for match in regex.finditer(_NUMBER, plain):
+        value = None if match["chain"] or len(match[0]) > 1000 else _value(match)
         if value is not None:
-            unit = regex.match(_UNIT, plain, pos=found.end())
+            unit = regex.match(_UNIT, plain, pos=match.end())
             yield Number(
                 value,
-                found[0].strip(),
-                found["percent"] is not None,
+                match[0].strip(),
+                match["percent"] is not None,
                 unit[0].rstrip() if unit else "",
             )
 
 
-def _value(found: Any) -> Fraction | None:
-    """Return a match's value; None where it is beyond what anybody means (`9^999`), or divides by 0."""
-    value = _fraction(found["top"])
-    if found["bottom"]:
-        bottom = _fraction(found["bottom"])
+def _value(match: Any) -> Fraction | None:
+    """Return the value of a match of `_NUMBER`; None where it is beyond what anybody means (`9^999`), or divides by 0."""
+    value = _fraction(match["top"])
+    if match["bottom"]:
+        bottom = _fraction(match["bottom"])
         if not bottom:
             return None
         value /= bottom
-    power = int(found["power"] or 0)
-    if found["times"]:
+    power = int(match["power"] or 0)
+    if match["times"]:
         value *= Fraction(10) ** power
-    elif found["power"]:
-        if (power < 0 and not value) or abs(power) > 99 or len(found["top"]) > 20:
+    elif match["power"]:
+        if (power < 0 and not value) or abs(power) > 99 or len(match["top"]) > 20:
             return None
         value **= power
-    if found["whole"]:
-        value += int(found["whole"])
-    if found["power_of_ten"]:
-        value *= Fraction(10) ** int(found["power_of_ten"])
-    return -value if found["sign"] == "-" else value
+    if match["whole"]:
+        value += int(match["whole"])
+    if match["power_of_ten"]:
+        value *= Fraction(10) ** int(match["power_of_ten"])
+    return -value if match["sign"] == "-" else value
 
 
 def _fraction(digits: str) -> Fraction:
     """Return the number that digits with their separators are."""
     digits = digits.replace(_GROUP, "")
-    if regex.fullmatch(r"\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?", digits):
+    if regex.fullmatch(r"\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?", digits):  # 1,234,567.5
         digits = digits.replace(",", "")
     elif "," in digits or digits.count(".") > 1:  # 1.234,56 or 1.234.567
         digits = digits.replace(".", "").replace(",", ".")

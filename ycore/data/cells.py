@@ -374,27 +374,22 @@ def _listed_golds(text: str) -> list[str]:
     return golds_of(value) if are_texts or isinstance(value, dict) else []
 
 
-def until_closed(text: str) -> str | None:
-    """Return a text up to the brace that closes what it continues; None where it stays open."""
-    depth = 1
-    for place, character in enumerate(text):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if not depth:
-            return text[:place]
-    return None
-
-
 # `\boxed{` and `\fbox {`.
 _BOXED = r"\\(?:boxed|fbox)\s*\{"
 
 
 def last_boxed(solution: str) -> str | None:
-    r"""Return what the last `\boxed{...}` of a worked solution holds; None where there is none."""
+    r"""Return what the last `\boxed{...}` of a worked solution holds; None where there is none, or it stays open."""
     if "box" not in solution:
         return None
     _, *insides = re.split(_BOXED, solution)
-    closed = until_closed(insides[-1]) if insides else None
-    return None if closed is None else closed.strip()
+    inside = insides[-1] if insides else ""
+    depth = 1
+    for place, character in enumerate(inside):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if not depth:
+            return inside[:place].strip()
+    return None
 
 
 _HUB_MARK = "<image>"  # in a text, by LLaVA's datasets and others after it
@@ -430,8 +425,7 @@ def images_of(
             raise DataError(
                 f"{places} places for an image and no image in {row.place}; add it, or remove the row"
             )
-    folder = row.table.folder
-    return tuple(store.put(_bytes_of(value, folder, row.place), row.place) for value in values)
+    return tuple(store.put(_bytes_of(value, row), row.place) for value in values)
 
 
 def with_marks(content: Content, images: Sequence[Image], place: str) -> Content:
@@ -482,43 +476,44 @@ def _blocks(turns: Any) -> list[Record]:
     return [block for content in contents if isinstance(content, list) for block in content]
 
 
-def _bytes_of(value: Any, folder: Path | None, place: str) -> bytes:
+def _bytes_of(value: Any, row: TableRow) -> bytes:
     """Read a picture: bytes, a path beside the dataset, a `data:` URL, datasets' `{bytes, path}`, or an image of PIL."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path") or value.get("url")
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):
-        return _read(value, folder, place)
+        return _read(value, row)
     if hasattr(value, "save") and hasattr(value, "mode"):
         return png_of(value)
     raise DataError(
-        f"the image of {place} is {type(value).__name__}; give a path, bytes or an image of datasets"
+        f"the image of {row.place} is {type(value).__name__}; give a path, bytes or an image of datasets"
     )
 
 
-def _read(name: str, folder: Path | None, place: str) -> bytes:
+def _read(name: str, row: TableRow) -> bytes:
+    """Read a picture by its name: a file beside the dataset, or a `data:` URL."""
     if name.startswith("data:"):
         try:
             return base64.b64decode(name.partition(",")[2], validate=True)
         except binascii.Error as problem:
             raise DataError(
-                f"the image of {place} is no base64 ({problem}); write it again"
+                f"the image of {row.place} is no base64 ({problem}); write it again"
             ) from None
     if "://" in name:
         raise DataError(
-            f"the image of {place} is at {name:.80}, and URLs are not fetched; give a file"
+            f"the image of {row.place} is at {name:.80}, and URLs are not fetched; give a file"
         )
-    if folder is None:
+    if row.table.folder is None:
         raise DataError(
-            f"the image of {place} is the file {name:.80}; a dataset of the hub brings its own as bytes"
+            f"the image of {row.place} is the file {name:.80}; a dataset of the hub brings its own as bytes"
         )
-    path = folder / Path(name).expanduser()
+    path = row.table.folder / Path(name).expanduser()
     try:
         with path.open("rb") as file:
             return file.read(MAX_PICTURE_BYTES + 1)
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise DataError(
-            f"the image of {place} cannot be read: {path} ({reason}); correct the path"
+            f"the image of {row.place} cannot be read: {path} ({reason}); correct the path"
         ) from None

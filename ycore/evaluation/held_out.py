@@ -132,10 +132,11 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
     """
     size = len(group.completions)
     weights = [reward.weight for reward in config.rewards]
+    sources = reward_names(config.rewards)
     totals = _known(compared_rewards(group, weights))
     sums = {"reward": (sum(totals), len(totals))}
-    for source, name in enumerate(reward_names(config.rewards)):
-        values = _known(scores[source].value for scores in group.scores_GR)
+    for source, name in enumerate(sources):
+        values = _known(rewards[source] for rewards in group.rewards_GR)
         sums[f"rewards/{name}"] = (sum(values), len(values))
     is_right = [(scores[0].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR]
     constraints = constraints_of(config)
@@ -150,7 +151,7 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
         if kind == "majority":
             sums[name] = (_is_vote_right(group, is_right), 1)
         elif kind == "best":
-            chooser = reward_names(config.rewards).index(name.partition("/")[2])
+            chooser = sources.index(name.partition("/")[2])
             sums[name] = (_first_reward_of_best(group, chooser), 1)
         else:
             sums[name] = (pass_at_k(size, num_right[kind], int(k)), 1)
@@ -229,7 +230,7 @@ def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]
     wins = {"accuracy": _count_wins(totals)}
     if len(names) > 1:
         for source, name in enumerate(names):
-            values = [[scores[source].value for scores in group.scores_GR] for group in groups]
+            values = [[rewards[source] for rewards in group.rewards_GR] for group in groups]
             wins[f"accuracy/{name}"] = _count_wins(values)
     figures: dict[str, float] = {}
     for figure, won in wins.items():
@@ -357,10 +358,12 @@ def why_stop(rows: Sequence[Row], config: AnyConfig) -> str | None:
 
 def _no_gain(rows: Sequence[Row], count: int, config: AnyConfig) -> str | None:
     metric = watched_metric(config)
-    scores = [metric_score(row, metric) for row in rows if number(row, metric) is not None]
-    if not scores or len(scores) - 1 - scores.index(max(scores)) < count:
+    best = best_of(rows, metric)
+    if best is None:
         return None
-    best = best_of(rows, metric) or {}
+    evaluations = [row for row in rows if number(row, metric) is not None]
+    if len(evaluations) - 1 - evaluations.index(best) < count:
+        return None
     figure = f"{metric.removeprefix(EVALUATION)} {best[metric]:.4g}"
     return f"no gain in {count} evaluations over {figure} of step {best.get('step')}"
 

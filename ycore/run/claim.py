@@ -270,8 +270,7 @@ def run_facts(config: BaseModel, contents: Mapping[str, str]) -> JsonObject:
 
 def stored_config(folder: RunFolder) -> JsonObject:
     """Return the settings in run.json, secrets hidden; RunFolderError where it is missing or is not a run's."""
-    description = read_json(folder.config)
-    config = description.get("config") if isinstance(description, dict) else None
+    config = read_json(folder.config).get("config")
     if not isinstance(config, dict):
         raise RunFolderError(f"{folder.config} is not a run's; choose another --output")
     return config

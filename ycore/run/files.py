@@ -409,13 +409,10 @@ class RunFolder:
 def read_run_id(lock: Path) -> str | None:
     """Return the id in a lock file; None where there is none, or where the file is a copy of another folder's."""
     try:
-        descriptor = os.open(lock, os.O_RDONLY)
+        with lock.open("rb") as file:
+            return _read(file.fileno())
     except OSError:
         return None
-    try:
-        return _read(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def keep_run_id(descriptor: int) -> str:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import psutil
 
 from ycore.errors import UserError, YcoreError
-from ycore.run.files import RunFolder, read_json, write_json_atomic
+from ycore.run.files import RunFolder, open_private, read_json, write_json_atomic
 from ycore.run.interrupt import keep_printing
 
 RUN_MARKER = "YCORE_RUN"
@@ -85,13 +85,10 @@ def forget_reports(folder: RunFolder) -> None:
 
 def take_place(folder: RunFolder, rank: Rank) -> None:
     """Make this process the rank: with the rank's log for its output, and its process id in its report."""
-    log = os.open(
-        folder.log(f"trainer-{rank.number}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
-    )
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(log, stream.fileno())
-    os.close(log)
+    with open_private(folder.log(f"trainer-{rank.number}")) as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
     # From torchrun, which sends it when another rank has failed; it must not look as if this one had just vanished.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     write_json_atomic(report_file(folder, rank.local), asdict(Report(rank.number, os.getpid())))

@@ -76,7 +76,7 @@ class BestOf:
     ) -> tuple[int, dict[str, Any]]:
         if body.get("stream") or body.get("n", 1) != 1:
             rule = f"this server sends the best of {self._num_answers} answers"
-            return 400, {"error": {"message": f"{rule}; leave stream and n out", "code": 400}}
+            raise ForeignRefused(f"{rule}; leave stream and n out")
         written = await server.post(path, json={**body, "n": self._num_answers})
         answer: dict[str, Any] = foreign_json(written.content)
         if written.is_success:

@@ -16,11 +16,13 @@ from ycore.run.files import ImageStore, RunFolder
 from ycore.run.metrics import Meter
 from ycore.scoring.scoring import (
     Policy,
+    RuleScorer,
     Scorer,
     ScorerContext,
     ScorerEngines,
     Scoring,
     ServedModel,
+    reward_pool,
 )
 
 SCORERS: Mapping[str, str] = {
@@ -167,8 +169,6 @@ def build_scoring(
 
     `started` are the engines of judges, reward models and teachers.
     """
-    from ycore.scoring.scoring import RuleScorer, reward_pool
-
     context = ScorerContext(config, folder, policy, started, reward_names(config.rewards))
     scorers: list[tuple[Sequence[int], Scorer]] = []
     meters: list[Meter] = []

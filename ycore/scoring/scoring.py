@@ -374,7 +374,7 @@ class RewardPool:
         self._workers: list[RewardWorker] = []
         self._restarts_reported = 0
         self.level = choose_level(sandbox.level).level
-        callers: dict[int, _Caller] = {}
+        self._callers: dict[int, _Caller] = {}
         for number, sources in enumerate(_by_sandbox(specs)):
             group = [specs[source] for source in sources]
             idle = asyncio.Queue[RewardWorker]()
@@ -385,8 +385,8 @@ class RewardPool:
                 worker = RewardWorker(group, confinement, log=log, name=f"{number}.{slot}")
                 self._workers.append(worker)
                 idle.put_nowait(worker)
-            callers |= {source: _Caller(idle, index) for index, source in enumerate(sources)}
-        self._callers = [callers[source] for source in range(len(specs))]
+            for index, source in enumerate(sources):
+                self._callers[source] = _Caller(idle, index)
 
     def take(self) -> Sequence[float]:
         """Return how many workers were started since the last call in place of one that hung or ended."""

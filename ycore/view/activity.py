@@ -271,9 +271,8 @@ def starting_words(folder: RunFolder, now: float) -> str:
         words.append(f"trainer {work.words}")
     elif folder.log("trainer").is_file():
         words.append("trainer getting ready")
-    return ": ".join(
-        [f"starting for {as_duration(now - began)}", *filter(None, [", ".join(words)])]
-    )
+    head = f"starting for {as_duration(now - began)}"
+    return f"{head}: {', '.join(words)}" if words else head
 
 
 def engine_phase(log: Path, *, since: float) -> str:
@@ -305,7 +304,7 @@ def sort_roles(roles: Iterable[str]) -> list[str]:
     """Return the roles in the order in which a completion meets them, and then others."""
     known = list(_ROLE_WORDS)
     return sorted(
-        set(roles), key=lambda role: (known.index(role) if role in known else len(known), role)
+        roles, key=lambda role: (known.index(role) if role in known else len(known), role)
     )
 
 

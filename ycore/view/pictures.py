@@ -5,15 +5,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ycore.run.metrics import REWARD, Row, number
+from ycore.run.metrics import EVALUATION, REWARD, Row, number
 from ycore.run.text import printable
 
 Points = tuple[list[float], list[float]]
 """Steps, and the values at them."""
 
 BLUE, GREY, GREEN = "#2456a6", "#8a8f98", "#3f8f5f"
-HELD_OUT = "ycore/eval/reward"
-HELD_OUT_LOSS = "ycore/eval/loss"
+HELD_OUT = f"{EVALUATION}reward"
+HELD_OUT_LOSS = f"{EVALUATION}loss"
 
 
 # -- for every figure --------------------------------------------------------------------------------------------------
@@ -81,27 +81,27 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 def draw_curve(metrics: Sequence[Row], path: Path, title: str) -> bool:
     """Draw a run's reward, or its loss, to a PNG of 1200 x 700 pixels; False, and no file, where no step has either."""
-    has_reward = bool(points(metrics, *REWARD)[0])
-    if not has_reward and not points(metrics, "loss")[0]:
+    name = "reward"
+    steps, values = points(metrics, *REWARD)
+    if not steps:
+        name = "loss"
+        steps, values = points(metrics, name)
+    if not steps:
         return False
     figure = new_figure(12, 7)
     axes = figure.add_subplot()
-    steps, held_out = points(metrics, HELD_OUT if has_reward else HELD_OUT_LOSS)
-    if steps:
-        axes.plot(steps, held_out, color=GREEN, marker="s", linewidth=1.8, label="held out")
-    if has_reward:
-        _draw_main(axes, points(metrics, *REWARD), "reward")
-    else:
-        _draw_main(axes, points(metrics, "loss"), "loss")
+    evaluated, held_out = points(metrics, f"{EVALUATION}{name}")
+    if evaluated:
+        axes.plot(evaluated, held_out, color=GREEN, marker="s", linewidth=1.8, label="held out")
+    _draw_main(axes, steps, values, name)
     style(axes)
     figure.suptitle(literal(title), fontsize=14, fontweight="bold", x=0.01, ha="left")
     save_png(figure, path)
     return True
 
 
-def _draw_main(axes: Any, series: Points, name: str) -> None:
+def _draw_main(axes: Any, steps: Sequence[float], values: Sequence[float], name: str) -> None:
     """Draw every step in grey, and smoothed in blue; a reward within 0 and 1 on an axis from 0 to 1."""
-    steps, values = series
     marker = "o" if len(values) <= 60 else None
     axes.plot(steps, values, color=GREY, linewidth=1, alpha=0.7, label="each step", marker=marker,
               markersize=3)  # fmt: skip

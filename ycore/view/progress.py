@@ -114,7 +114,7 @@ class RunView:
         self._time_left = self._clock.after(row)
         if is_evaluation(row):
             self._evaluated = row
-        self._has_masked = self._has_masked or bool(row.get("ycore/reward_problems"))
+        self._has_masked |= bool(row.get("ycore/reward_problems"))
         for label, names in (("reward", REWARD), ("loss", ("loss",))):
             if (value := number(row, *names)) is not None:
                 self._watched = label

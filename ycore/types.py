@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -297,6 +297,10 @@ class Group:
     completions: tuple[Completion, ...]
     scores_GR: tuple[tuple[Score, ...], ...]
     greedy_scores_R: tuple[Score, ...] | None = None
+
+    def scored(self) -> Iterator[tuple[Completion, tuple[Score, ...]]]:
+        """Return each completion with its scores."""
+        return zip(self.completions, self.scores_GR, strict=True)
 
     def prompt_ids(self, completion: Completion) -> tuple[int, ...]:
         """Return the token ids of the prompt that a completion of this group follows."""

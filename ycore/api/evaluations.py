@@ -66,7 +66,7 @@ def compare_evaluations(
     from ycore.evaluation import side_by_side
 
     root = Path(configs[0].output).parent
-    weights = [reward.weight for reward in configs[0].rewards]
+    weights = configs[0].reward_weights
     answers = {
         config.model: side_by_side.read_evaluation(Path(config.output), weights)
         for config in configs

@@ -110,7 +110,7 @@ class Round:
         self.config = config
         self.folder = Path(config.output)
         self.step = 0
-        self._weights = [reward.weight for reward in config.rewards]
+        self._weights = config.reward_weights
         self.num_prompts = int(plan["batch"]["groups_per_rank"])
         self._requests: queue.Queue[Any] = queue.Queue()
         self._answers: queue.Queue[Any] = queue.Queue()

@@ -356,8 +356,9 @@ def _run_stage(stage: Stage) -> bool:
         stop_asked = bool(summary.get("stop_asked"))
     if stage.command == PAIRS:
         assert isinstance(config, RunConfig)
-        weights = [reward.weight for reward in config.rewards]
-        num_pairs = write_pairs(stage.folder, weights=weights, compare=stage.compare)
+        num_pairs = write_pairs(
+            stage.folder, weights=config.reward_weights, compare=stage.compare
+        )
         file = RunFolder(stage.folder).summary
         write_json_atomic(file, {**read_json(file), "num_pairs": num_pairs})
     return stop_asked

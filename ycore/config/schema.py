@@ -399,6 +399,10 @@ class ScoredConfig(BaseConfig):
     sandbox: SandboxSettings = SandboxSettings()
 
     @property
+    def reward_weights(self) -> list[float]:
+        return [reward.weight for reward in self.rewards]
+
+    @property
     def code_files(self) -> dict[str, str]:
         return {
             f"reward {spec.reward}": spec.reward.rpartition(":")[0] for spec in self.rewards

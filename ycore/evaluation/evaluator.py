@@ -114,9 +114,7 @@ def _write_all(controller: "Controller", num_prompts: int, folder: RunFolder) ->
                     meter.check_scored(
                         len(meter.rewards[""]), meter.num_masked, meter.problems.total()
                     )
-                    first_rewards = [
-                        scores[0].value for item in done for scores in item.scores_GR
-                    ]
+                    first_rewards = [rewards[0] for item in done for rewards in item.rewards_GR]
                     writer.write({"step": len(done), "reward": mean_of_known(first_rewards)})
 
         draws = [controller.draws.draw() for _ in range(num_prompts)]
@@ -129,7 +127,7 @@ def _write_all(controller: "Controller", num_prompts: int, folder: RunFolder) ->
 
 
 def _write_completions(group: Group, file: TextIO) -> None:
-    for completion, scores in zip(group.completions, group.scores_GR, strict=True):
+    for completion, scores in group.scored():
         row = {
             "row": group.draw.prompt.row,
             "prompt": group.draw.prompt.content,

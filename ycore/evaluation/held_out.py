@@ -131,9 +131,8 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
     A masked completion is left out of the means, and counts as wrong; an unscored constraint counts as broken.
     """
     size = len(group.completions)
-    weights = [reward.weight for reward in config.rewards]
     sources = reward_names(config.rewards)
-    totals = _known(compared_rewards(group, weights))
+    totals = _known(compared_rewards(group, config.reward_weights))
     sums = {"reward": (sum(totals), len(totals))}
     for source, name in enumerate(sources):
         values = _known(rewards[source] for rewards in group.rewards_GR)
@@ -224,9 +223,8 @@ def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]
     `accuracy`: how often the better answer of a row has the higher reward, where equal ones count half; of each source
     too, where there are several. A pair with a masked answer is left out, and counted in `masked`.
     """
-    weights = [reward.weight for reward in config.rewards]
     names = reward_names(config.rewards)
-    totals = [compared_rewards(group, weights) for group in groups]
+    totals = [compared_rewards(group, config.reward_weights) for group in groups]
     wins = {"accuracy": _count_wins(totals)}
     if len(names) > 1:
         for source, name in enumerate(names):

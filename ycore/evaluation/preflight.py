@@ -215,7 +215,7 @@ def samples_of(groups: Sequence[Group], *, weights: Sequence[float]) -> list[Jso
             "finish_reason": completion.finish_reason,
         }
         for group in groups
-        for completion, scores in zip(group.completions, group.scores_GR, strict=True)
+        for completion, scores in group.scored()
     ]
     lowest = float("-inf")
     samples.sort(key=lambda row: lowest if row["reward"] is None else row["reward"])

@@ -303,7 +303,7 @@ def picture_controller(
     rules = Rules(
         group_size=config.group_size,
         seed=config.seed,
-        reward_weights=tuple(reward.weight for reward in config.rewards),
+        reward_weights=tuple(config.reward_weights),
         dynamic=config.sampling.dynamic,
         max_tries=config.sampling.max_tries,
         in_order=True,  # all pictures take as long, so that it costs nothing

@@ -28,7 +28,7 @@ from ycore.engine.kinds import KINDS
 from ycore.errors import Interrupted, RunError
 from ycore.launch.layout import Site
 from ycore.placement.placement import ALLOCATOR
-from ycore.run.files import RunFolder, open_private, read_json
+from ycore.run.files import RunFolder, open_private, read_json, read_tail
 from ycore.run.reports import RUN_MARKER, Report, descendants, is_alive, read_report
 from ycore.run.secrets import secrets_environment
 from ycore.run.text import Say
@@ -172,9 +172,7 @@ class ManagedProcess:
         return None
 
     def _tail(self) -> list[str]:
-        with self.log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()
+        return read_tail(self.log, _TAIL_BYTES).decode(errors="replace").splitlines()
 
 
 class ForkServer:

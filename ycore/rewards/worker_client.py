@@ -89,9 +89,9 @@ def check_reward(
             [spec], settings=settings, sandbox=sandbox, run_folder=run_folder, run_id="check"
         )
         inputs = asyncio.run(_inputs_from_worker(spec, confinement))
-        require_reward_columns(spec.reward, inputs.required, columns)
     else:
-        require_reward_columns(spec.reward, inputs_of(load_reward(spec)).required, columns)
+        inputs = inputs_of(load_reward(spec))
+    require_reward_columns(spec.reward, inputs.required, columns)
 
 
 async def _inputs_from_worker(spec: RewardConfig, confinement: Confinement) -> Inputs:

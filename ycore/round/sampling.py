@@ -308,7 +308,7 @@ def rules_of(
     return Rules(
         group_size=group_size,
         seed=config.seed,
-        reward_weights=tuple(reward.weight for reward in config.rewards),
+        reward_weights=tuple(config.reward_weights),
         dynamic=config.sampling.dynamic and not evaluates,
         max_tries=config.sampling.max_tries,
         cost=Cost.of_model(read_json(model / "config.json")),

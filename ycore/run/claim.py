@@ -391,10 +391,11 @@ def files_fingerprint(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     size = 0
     for path in sorted(files):
-        size += path.stat().st_size
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        num_bytes = path.stat().st_size
+        size += num_bytes
+        digest.update(f"{path.name} {num_bytes}\n".encode())
         with path.open("rb") as file:
-            for start, length in _blocks(path.stat().st_size):
+            for start, length in _blocks(num_bytes):
                 file.seek(start)
                 digest.update(file.read(length))
     return f"{size} bytes, sha256 {digest.hexdigest()[:16]}"

@@ -260,6 +260,13 @@ def file_problem(error: OSError) -> str:
     return f"{file} ({reason}); {way_out}"
 
 
+def read_tail(path: Path, num_bytes: int, *, begin: int = 0) -> bytes:
+    """Return the last bytes of a file, so many at most and none of them before `begin`."""
+    with path.open("rb") as file:
+        file.seek(max(begin, file.seek(0, os.SEEK_END) - num_bytes))
+        return file.read()
+
+
 class LineFollower:
     """Reads a file while others append to it: each whole line once.
 

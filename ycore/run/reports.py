@@ -39,20 +39,18 @@ class Rank(NamedTuple):
     local_world: int = 1
 
 
-OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
-"""The variables that torchrun gives every rank."""
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""The variables that torchrun gives every rank, in the order of `Rank`."""
+
+
+def is_rank() -> bool:
+    """Whether torchrun started this process, be it the only one."""
+    return os.environ.keys() >= set(_OF_RANKS)
 
 
 def this_rank() -> Rank:
     """Return the rank of this process; the only one where no launcher of ranks started it."""
-    if not os.environ.keys() >= OF_RANKS:
-        return Rank()
-    return Rank(
-        number=int(os.environ["RANK"]),
-        world=int(os.environ["WORLD_SIZE"]),
-        local=int(os.environ["LOCAL_RANK"]),
-        local_world=int(os.environ["LOCAL_WORLD_SIZE"]),
-    )
+    return Rank(*(int(os.environ[name]) for name in _OF_RANKS)) if is_rank() else Rank()
 
 
 @dataclass(frozen=True)

@@ -139,11 +139,10 @@ def _to_json(event: Event) -> dict[str, Any]:
     common = {"name": event.name, "ts": round(at * 1e6), "pid": event.rank}
     match event:
         case Span():
-            duration = round(event.seconds * 1e6)
             return {
                 **common,
                 "ph": "X",
-                "dur": duration,
+                "dur": round(event.seconds * 1e6),
                 "tid": event.slot,
                 "args": dict(event.details),
             }

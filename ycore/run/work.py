@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TextIO
 
+from ycore.run.files import read_tail
 from ycore.run.text import as_duration, printable
 
 FIRST_S = 1.5  # the command itself takes a while to start
@@ -94,9 +95,7 @@ def current() -> Work | None:
 def counted_in(log: Path, *, begin: int = 0) -> tuple[float, float] | None:
     """Return the last `3/8 [` of a progress bar in a log, after the byte `begin`."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(begin, file.seek(0, os.SEEK_END) - 8192))
-            counts = _COUNTS.findall(file.read())
+        counts = _COUNTS.findall(read_tail(log, 8192, begin=begin))
     except OSError:
         return None
     if not counts:

@@ -18,9 +18,9 @@ from ycore.errors import Interrupted, PeerError, YcoreError
 from ycore.run.files import RunFolder, as_run_error, read_json
 from ycore.run.interrupt import keep_printing, on_stop
 from ycore.run.reports import (
-    OF_RANKS,
     Rank,
     dump_stacks_on_signal,
+    is_rank,
     print_error,
     report_end,
     take_place,
@@ -67,7 +67,7 @@ def main() -> int:
     keep_printing()
     dump_stacks_on_signal()
     folder = RunFolder(Path(sys.argv[1]))
-    if os.environ.keys() >= OF_RANKS:  # torchrun started this process, be it the only one
+    if is_rank():
         return _train_as_rank(folder, this_rank())
     keep_to_cores(folder, 0)
     return _train(folder, lambda error: None)

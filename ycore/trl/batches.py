@@ -64,7 +64,7 @@ def _flatten_group(group: Group, open_image: Callable[[str], Any] | None) -> lis
     images_hash = number_from("".join(image.sha256 for image in prompt.images))
     greedy_rewards = _values(group.greedy_scores_R or ())
     sequences = []
-    for completion, scores in zip(group.completions, group.scores_GR, strict=True):
+    for completion, scores in group.scored():
         later = completion.sequences(())[1:]
         sequences.append(
             FlatSequence(

@@ -138,7 +138,7 @@ def _for_rollouts(
     """The arguments of TRL's config, and of its trainer."""
     batch = derive_batch(config, world_size=world_size, on_cpu=not torch.cuda.is_available())
     arguments = trl_arguments(config, batch, folder)
-    arguments["reward_weights"] = [reward.weight for reward in config.rewards]
+    arguments["reward_weights"] = config.reward_weights
     rows_per_round = batch.per_device_train_batch_size * batch.steps_per_generation * world_size
     if config.group_size == 1:
         arguments["num_generations"] = max(2, rows_per_round)

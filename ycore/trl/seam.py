@@ -223,7 +223,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         completions = (
             (group.draw.prompt, completion, scores)
             for group in groups
-            for completion, scores in zip(group.completions, group.scores_GR, strict=True)
+            for completion, scores in group.scored()
         )
         return [
             {

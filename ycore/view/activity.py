@@ -4,7 +4,6 @@ The sources are trace.json, the times of `step_began`, touched when a step begin
 first step the logs of the engines.
 """
 
-import os
 import threading
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from ycore.run.files import (
     parse_json,
     read_json,
     read_regular,
+    read_tail,
 )
 from ycore.run.text import as_duration
 from ycore.run.trace import (
@@ -283,9 +283,7 @@ def engine_phase(log: Path, *, since: float) -> str:
     try:
         if log.stat().st_mtime < since:
             return "starting"
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL))
-            tail = file.read()
+        tail = read_tail(log, _LOG_TAIL)
     except OSError:
         return ""
     places = [(tail.rfind(mark), phase) for mark, phase in _ENGINE_PHASES if mark in tail]

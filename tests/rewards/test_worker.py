@@ -122,3 +122,12 @@ def test_a_source_that_strips_thinking_sees_what_comes_after_it() -> None:
     call_reward(LoadedReward(note, inputs_of(note), strips_thinking=True), request)
     assert seen == [[[{"role": "assistant", "content": "yes"}], ""], [[1, 2, 3], [4]]]
     assert turns[0]["content"].startswith("<think>"), "other sources see the whole"
+
+
+def test_a_reward_of_token_ids_alone_has_no_thinking_to_remove() -> None:
+    def count(completion_ids: list[list[int]]) -> list[int]:
+        return [len(ids) for ids in completion_ids]
+
+    request = {"source": 0, "step": 0, "count": 2, "inputs": {"completion_ids": [[1, 2], [3]]}}
+    source = LoadedReward(count, inputs_of(count), strips_thinking=True)
+    assert call_reward(source, request)["values"] == [2, 1]

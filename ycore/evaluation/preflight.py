@@ -227,7 +227,9 @@ def samples_of(groups: Sequence[Group], *, weights: Sequence[float]) -> list[Jso
 
 @dataclass(frozen=True)
 class Finding:
-    level: Level
+    """A measurement in words, and what to change; its `level` is None where it is fine."""
+
+    level: Level | None
     what: str
     mend: str
 
@@ -242,8 +244,8 @@ class PreflightVerdict:
 
 
 def preflight_verdict(measured: PreflightMeasurements) -> PreflightVerdict:
-    rules = [*_input_rules(measured), *_reward_rules(measured)]
-    findings = [Finding(level, what, mend) for level, what, mend in rules if level is not None]
+    judged = [*_judge_inputs(measured), *_judge_rewards(measured)]
+    findings = [finding for finding in judged if finding.level is not None]
     findings.sort(key=lambda finding: finding.level != "stops")
     if not findings:
         teaching = 1 - measured.equal
@@ -258,10 +260,6 @@ def preflight_verdict(measured: PreflightMeasurements) -> PreflightVerdict:
     return PreflightVerdict(True, words, tuple(findings))
 
 
-_Rule = tuple[Level | None, str, str]
-"""A finding's level, what was found, and what to change; None where the measurement is fine."""
-
-
 def _level(value: float, warns: float, stops: float = float("inf")) -> Level | None:
     """Return the level of a value; NaN warns."""
     if value >= stops:
@@ -269,11 +267,11 @@ def _level(value: float, warns: float, stops: float = float("inf")) -> Level | N
     return None if value < warns else "warns"
 
 
-def _input_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
+def _judge_inputs(measured: PreflightMeasurements) -> Iterator[Finding]:
     prompts = measured.prompts
     if prompts is not None:
         needed = prompts.longest + measured.max_tokens
-        yield (
+        yield Finding(
             "stops" if prompts.too_long else None,
             f"{prompts.too_long} of {prompts.rows} prompts are longer than the {prompts.room} tokens that fit beside a "
             f"completion; the longest, row {prompts.longest_row}, has {prompts.longest}",
@@ -284,19 +282,19 @@ def _input_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
     way_out = "ask for a shorter answer (--system-prompt), or raise engine.max_model_len"
     if longer > measured.max_tokens:
         way_out = f"--max-tokens {longer}"
-    yield (
+    yield Finding(
         _level(measured.truncated, TRUNCATED_WARNS, TRUNCATED_STOPS),
         f"{measured.truncated:.0%} of the completions are cut off at {measured.max_tokens} tokens",
         way_out,
     )
 
 
-def _reward_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
+def _judge_rewards(measured: PreflightMeasurements) -> Iterator[Finding]:
     judges = measured.judges
     rewards = measured.rewards
     if judges is not None and judges.calls:
         share = judges.unreadable / judges.calls
-        yield (
+        yield Finding(
             _level(share, UNREADABLE_WARNS, UNREADABLE_STOPS),
             f"{share:.0%} of the judge's {judges.calls} answers hold no verdict that can be read",
             "give it more tokens, a larger model, or the `json` verdict, which the engine enforces",
@@ -305,32 +303,32 @@ def _reward_rules(measured: PreflightMeasurements) -> Iterator[_Rule]:
     look = "mend the reward; see logs/rewards.log"
     if rewards:
         words = f"{measured.masked:.0%} of the completions could not be scored ({problem or 'no reason given'})"
-        yield _level(measured.masked, MASKED_WARNS), words, look
-        yield _equal_rule(measured.equal, min(rewards), max(rewards))
+        yield Finding(_level(measured.masked, MASKED_WARNS), words, look)
+        yield _judge_equality(measured.equal, min(rewards), max(rewards))
     else:
-        yield (
+        yield Finding(
             "stops",
             f"no completion could be scored ({problem or 'no reward gave a value'})",
             look,
         )
-    yield (
+    yield Finding(
         "warns" if measured.reward_s > max(1.0, measured.generate_s) else None,
         f"scoring takes {measured.reward_s:.1f} s after {measured.generate_s:.1f} s of generating",
         "--set reward_workers.workers=4, or a faster reward",
     )
 
 
-def _equal_rule(equal: float, low: float, high: float) -> _Rule:
+def _judge_equality(equal: float, low: float, high: float) -> Finding:
     """Judge the share of groups without a gradient: those whose rewards are all equal."""
     if equal < 1.0:
-        return (
+        return Finding(
             _level(equal, EQUAL_WARNS),
             f"{equal:.0%} of the groups have rewards that are all equal and teach nothing",
             f"keep dynamic sampling on (about {1 / (1 - equal):.0f} groups drawn for each kept), raise "
             "--group-size, or choose prompts of a fitting difficulty",
         )
     if low != high:
-        return (
+        return Finding(
             "stops",
             "rewards differ between prompts but in no group, so there is no gradient",
             "raise --temperature or --group-size, or check that the reward looks at the completion",
@@ -338,7 +336,7 @@ def _equal_rule(equal: float, low: float, high: float) -> _Rule:
     way_out = "the task may be solved already or the reward too lenient: take harder prompts or a stricter reward"
     if low == 0.0:
         way_out = "look at the completions below, then take easier prompts, another reward, or a --system-prompt"
-    return "stops", f"every reward is {low:g}, so there is no gradient", way_out
+    return Finding("stops", f"every reward is {low:g}, so there is no gradient", way_out)
 
 
 if __name__ == "__main__":

@@ -118,15 +118,16 @@ def _arguments(source: LoadedReward, request: Record, logged: list[JsonObject]) 
         logged[0][name] = float(value)
 
     offered = dict(request["inputs"])
-    if source.strips_thinking or source.reads_answers:
+    reads_thinking = source.strips_thinking or source.reads_answers
+    if reads_thinking and "completions" in offered:
         in_thinking = offered.get(IN_THINKING) or [False] * request["count"]
-        offered["completions"] = [
+        completions = [
             with_thinking_opened(text) if is_inside else text
             for text, is_inside in zip(offered["completions"], in_thinking, strict=True)
         ]
-    if source.strips_thinking and "completions" in offered:
-        # `completion_ids` stay those of the whole completion.
-        offered["completions"] = [without_thinking(text) for text in offered["completions"]]
+        if source.strips_thinking:  # `completion_ids` stay those of the whole completion
+            completions = [without_thinking(text) for text in completions]
+        offered["completions"] = completions
     if "environments" in offered:
         # In TRL the instances themselves; here they are in other processes.
         states = [json.loads(state or "{}") for state in offered["environments"]]

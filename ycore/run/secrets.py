@@ -25,36 +25,63 @@ Path = tuple[str | int, ...]
 
 HIDDEN = "***"
 
+# Last words that name a secret whatever stands before them.
 _ALWAYS = re.compile(
     r"(?:password|passwd|passphrase|secrets?|credentials?|apikey|authtoken|accesstoken|authorization)$"
 )
+# Words before `token`, `tokens`, `key` and `auth` that make these a secret: hub_token, api_key.
 _OF_SERVICES = re.compile(
-    r"hub|access|auth|api|bearer|hf|face|session|refresh|id|security|github|gh|gitlab|slack|bot|wandb|client|user|oauth"
-    r"|personal|private|secret|login|jwt|deploy|service|account|comet|mlflow|neptune|app|webhook|discord|telegram|openai"
-    r"|anthropic|google|azure|aws|npm|pypi|docker|registry|upload|admin|sas|vault|csrf|signing|encryption|ssh|master"
-    r"|license|storage|subscription|shared|judge"
+    r"""(?x)
+    access | api | auth | bearer | bot | client | csrf | deploy | encryption | id | jwt | license | login | master
+    | oauth | personal | private | refresh | registry | sas | secret | security | service | account | app | admin
+    | session | shared | signing | ssh | storage | subscription | upload | user | vault | webhook | judge
+    | anthropic | aws | azure | comet | discord | docker | face | gh | github | gitlab | google | hf | hub | mlflow
+    | neptune | npm | openai | pypi | slack | telegram | wandb
+    """
 )
 _IN_URLS = (["key"], ["sig"], ["signature"], ["auth"], ["code"], ["pwd"])  # last words
+# The words of `hubToken`, `HUB_TOKEN` and `hub-token`; digits are a word too.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 _RANDOM = r"(?=[\w-]*\d)[\w-]"
+# Tokens by how they begin, which is shown, and what follows.
 _SHAPES = re.compile(
-    rf"(?<![A-Za-z0-9])(?:(hf_|sk-|gh[pousr]_|r8_|gsk_|xai-|nvapi-|npm_|pypi-|dckr_pat_){_RANDOM}{{16,}}"
-    rf"|(hf_|sk-)[A-Za-z]{{24,}}|(github_pat_|glpat-|wandb_v1_){_RANDOM}{{16,}}|(xox[abeprs]-)[\w-]{{10,}}"
-    r"|(AKIA|ASIA)[0-9A-Z]{16}(?![0-9A-Za-z])|(AIza)[\w-]{30,}|(eyJ)[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*"
-    r"|(hooks\.slack\.com/services/)[\w/]{16,})"
+    rf"""(?x)
+    (?<![A-Za-z0-9])
+    (?:
+        (hf_|sk-|gh[pousr]_|r8_|gsk_|xai-|nvapi-|npm_|pypi-|dckr_pat_){_RANDOM}{{16,}}
+        | (hf_|sk-)[A-Za-z]{{24,}}
+        | (github_pat_|glpat-|wandb_v1_){_RANDOM}{{16,}}
+        | (xox[abeprs]-)[\w-]{{10,}}                                                # of Slack
+        | (AKIA|ASIA)[0-9A-Z]{{16}}(?![0-9A-Za-z])                                  # of AWS
+        | (AIza)[\w-]{{30,}}                                                        # of Google
+        | (eyJ)[\w-]{{8,}}\.eyJ[\w-]{{8,}}\.[\w-]*                                  # JSON Web Tokens
+        | (hooks\.slack\.com/services/)[\w/]{{16,}}
+    )
+    """
 )
 _BEARER = re.compile(r"\b(Bearer|Basic) +[\w.~+/-]{16,}=*", re.IGNORECASE)
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL)
-# A password may hold `/` and `@` although it should not, so a user with a password ends at the last `@`.
+# `user:password@` and `token@` in a URL. A password may hold `/` and `@` although it should not, so a user with a
+# password ends at the last `@`.
 _USERINFO = re.compile(r"(?<=://)(?:[^\s/:@\"']*:[^\s\"']*|[^\s/@\"']+)@")
+# `?name=value` and `&name=value`.
 _PARAMETER = re.compile(r"([?&;#])([\w.%-]+)=([^&;#\s\"'<>]+)")
+# `name=value` and `"name": "value"`.
 _ASSIGNMENT = re.compile(r"([\w.-]+)(=|[\"'] ?: ?[\"'])([^\s\"'&;,]+)")
 
+# The places of a text in which `redact_text` leaves `***`.
 _SHOWN_PART = re.compile(
-    r"://\*\*\*@|[=\"']\*\*\*|(?:Bearer|Basic) \*\*\*|(?:\b(?:hf|gh[pousr]|r8|gsk|npm|\w+_pat|wandb_v1)_"
-    r"|\b(?:sk|xai|nvapi|pypi|glpat|xox\w)-|AKIA|ASIA|AIza|eyJ|services/|KEY-----)\*\*\*",
-    re.IGNORECASE,
+    r"""(?xi)
+    ://\*\*\*@
+    | [=\"']\*\*\*
+    | (?:Bearer|Basic)[ ]\*\*\*
+    | (?:
+        \b(?:hf|gh[pousr]|r8|gsk|npm|\w+_pat|wandb_v1)_
+        | \b(?:sk|xai|nvapi|pypi|glpat|xox\w)-
+        | AKIA | ASIA | AIza | eyJ | services/ | KEY-----
+    )\*\*\*
+    """
 )
 
 

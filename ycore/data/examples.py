@@ -31,7 +31,7 @@ from ycore.data.rows import (
 )
 from ycore.data.source import read_table
 from ycore.errors import ConfigError, DataError
-from ycore.run.files import ImageStore
+from ycore.run.files import NO_IMAGES, ImageStore
 from ycore.types import Image, JsonObject, Record, in_blocks
 
 SIGHTED = ("sft", "dpo")
@@ -113,7 +113,7 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def load_examples(
-    config: TuneConfig, *, as_chat: bool, store: ImageStore | None = None
+    config: TuneConfig, *, as_chat: bool, store: ImageStore = NO_IMAGES
 ) -> ExampleSet:
     """Return the examples of `config.dataset`; DataError where a row is malformed, or none is left.
 
@@ -124,7 +124,6 @@ def load_examples(
     Args:
         as_chat: Make texts chat turns, for a model with a chat template.
     """
-    store = store or ImageStore(None)
     whole = _read_examples(config, config.dataset, config.split, as_chat=as_chat, store=store)
     examples = list(whole.train)
     chance = random.Random(config.seed)

@@ -12,7 +12,7 @@ from ycore.data.examples import pair_table
 from ycore.data.rows import FORMS, RoleOrders, RowNeeds, RowReader, renamed
 from ycore.data.source import read_table
 from ycore.errors import DataError
-from ycore.run.files import ImageStore
+from ycore.run.files import NO_IMAGES, ImageStore
 from ycore.types import NO_PROMPT, Content, Image, Message, Prompt, Record
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class PromptSet:
 
 
 def load_prompts(
-    config: RunConfig, *, as_chat: bool = False, store: ImageStore | None = None
+    config: RunConfig, *, as_chat: bool = False, store: ImageStore = NO_IMAGES
 ) -> PromptSet:
     """The prompts of `config.dataset`, all of them checked; DataError with the first row that cannot be one.
 
@@ -158,7 +158,7 @@ def _permutation(seed: int, epoch: int, num_rows: int) -> "NDArray[int64]":
 
 
 def to_prompts(
-    table: Table, config: RunConfig, *, as_chat: bool, store: ImageStore | None = None
+    table: Table, config: RunConfig, *, as_chat: bool, store: ImageStore = NO_IMAGES
 ) -> PromptSet:
     """Make every row a prompt; the answer column is passed on to rewards under the name `answer`."""
     if len(config.env) > 1:
@@ -175,7 +175,7 @@ def to_prompts(
             f"{table.name} has none of the columns {', '.join(form.question for form in FORMS[:-1])}; it has "
             f"{table.listed_columns}; name the one that holds the prompts with --prompt-column"
         )
-    prompts = PromptRows(reader, config, store or ImageStore(None))
+    prompts = PromptRows(reader, config, store)
     prompts.check()
     reading = reader.summary()  # before any row is read again, and its notes are counted twice
     columns = (*prompts.passed, *(["images"] if prompts.with_images else []))

@@ -39,13 +39,13 @@ class AddressAnswer(NamedTuple):
 
 
 class Address:
-    """Example: `answer = await Address("http://judge/v1/").ask("chat/completions", {...}, max_bytes=2**22)`."""
+    """Example: `await Address("http://judge/v1/", headers={}).ask("chat/completions", {...}, max_bytes=2**22)`."""
 
     def __init__(
         self,
         base_url: str = "",
         *,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str],
         transport: "httpx.AsyncBaseTransport | None" = None,
     ) -> None:
         from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -54,22 +54,19 @@ class Address:
 
         self._client = httpx.AsyncClient(
             base_url=base_url,
-            headers={"Accept-Encoding": "gzip", **(headers or {})},
+            headers={"Accept-Encoding": "gzip", **headers},
             timeout=httpx.Timeout(None, connect=_CONNECT_S),  # the caller has the deadline
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
             transport=transport,
         )
 
-    async def ask(
-        self, path: str, body: Mapping[str, Any] | None = None, *, max_bytes: int
-    ) -> AddressAnswer:
-        """Return the answer to this JSON, or to a GET without one; AddressFailed where there is none of `max_bytes`."""
+    async def ask(self, path: str, body: Mapping[str, Any], *, max_bytes: int) -> AddressAnswer:
+        """Return the answer to this JSON; AddressFailed where there is none, or it has more than `max_bytes`."""
         import httpx
 
         may_pass = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
         try:
-            method = "GET" if body is None else "POST"
-            async with self._client.stream(method, path, json=body) as response:
+            async with self._client.stream("POST", path, json=body) as response:
                 packing = response.headers.get("content-encoding", "identity")
                 if packing.lower() not in _PACKINGS:
                     raise AddressFailed(
@@ -95,13 +92,16 @@ class Address:
 
 def fetch_answer(
     url: str,
-    body: Mapping[str, Any] | None = None,
+    body: Mapping[str, Any],
     *,
-    headers: Mapping[str, str] | None,
+    headers: Mapping[str, str],
     timeout_s: float,
     max_bytes: int,
 ) -> AddressAnswer:
-    """Return the answer of a URL, for code outside of an event loop or inside; AddressFailed unless its status is 200."""
+    """Return the answer of a URL to this JSON; AddressFailed unless its status is 200.
+
+    The calling code may be outside of an event loop or inside.
+    """
 
     async def work() -> AddressAnswer:
         address = Address(headers=headers)

@@ -514,6 +514,10 @@ class ImageStore:
         return _url(self.folder, sha256)
 
 
+NO_IMAGES = ImageStore(None)
+"""Checks pictures, and keeps none."""
+
+
 @lru_cache(maxsize=64)  # a group asks as often as it has completions
 def _url(folder: Path, sha256: str) -> str:
     return (

@@ -53,10 +53,9 @@ from ycore.judge.verdict import (
 )
 from ycore.models.names import reads_text_only, resolve_model
 from ycore.placement.placement import JUDGE
-from ycore.run.files import ImageStore
+from ycore.run.files import NO_IMAGES, ImageStore
 from ycore.run.tasks import together
 from ycore.scoring.scoring import (
-    NO_IMAGES,
     PendingGroup,
     RequestMeter,
     Scorer,

@@ -35,7 +35,7 @@ from ycore.placement.slots import SlotLease, Slots
 from ycore.rewards.answers import without_thinking
 from ycore.rewards.loading import IN_THINKING, Inputs
 from ycore.rewards.worker_client import AUTO, RewardWorker, check_reward, reward_confinement
-from ycore.run.files import ImageStore, RunFolder
+from ycore.run.files import NO_IMAGES, ImageStore, RunFolder
 from ycore.run.metrics import CountMeter, Meter
 from ycore.run.tasks import together
 from ycore.sandbox.confined_worker import CallFailed
@@ -50,7 +50,6 @@ M = TypeVar("M", bound=Meter)
 
 TextOf = Callable[[Completion], str]  # the part of a completion that a reward source looks at
 plain_text: TextOf = attrgetter("transcript")
-NO_IMAGES = ImageStore(None)
 
 
 @dataclass(frozen=True)

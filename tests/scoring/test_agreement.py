@@ -20,7 +20,6 @@ from ycore.scoring.judge_scorer import (
     judge_questions,
     shows_chosen_first,
 )
-from ycore.scoring.scorers import trains_a_judge
 from ycore.types import Prompt
 
 PAIRWISE = {"mode": "pairwise", "verdict": {"kind": "score"}, "rubric": "Which is right?"}
@@ -165,4 +164,4 @@ def test_a_run_carries_its_judge_and_others_keep_their_prompts(tmp_path: Path) -
         {"mode": "pairwise", "verdict": {"kind": "json"}},
     )
     plain = config_of(tmp_path, ROWS[:2], rewards=[RewardConfig(reward="length")])
-    assert trains_a_judge(config) and not trains_a_judge(plain)
+    assert config.trains_a_judge and not plain.trains_a_judge

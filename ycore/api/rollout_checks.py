@@ -28,7 +28,6 @@ from ycore.scoring.scorers import (
     check_rows,
     is_rule,
     runs_unknown_code,
-    trains_a_judge,
 )
 
 
@@ -93,7 +92,7 @@ def check_rollouts(
 
 
 def _load_prompts(config: RunConfig, *, as_chat: bool) -> PromptSet:
-    if not trains_a_judge(config):
+    if not config.trains_a_judge:
         return load_prompts(config, as_chat=as_chat)
     from ycore.scoring.judge_scorer import judge_questions
 

@@ -489,6 +489,11 @@ class RunConfig(ScoredConfig, RowSettings):
         return False
 
     @property
+    def trains_a_judge(self) -> bool:
+        """Whether the policy is asked about the dataset's pairs, as a judge."""
+        return any(reward.kind == AGREES for reward in self.rewards)
+
+    @property
     def has_critic(self) -> bool:
         return False
 

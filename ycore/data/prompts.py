@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ycore.config.schema import AGREES, MixturePart, RunConfig
+from ycore.config.schema import MixturePart, RunConfig
 from ycore.data.cells import IMAGE_COLUMNS, Table, TableRow, images_of, with_marks
 from ycore.data.examples import pair_table
 from ycore.data.rows import FORMS, RoleOrders, RowNeeds, RowReader, renamed
@@ -71,7 +71,7 @@ def load_prompts(
         rows = [{"environment": name} for name in names] or [{}]
         table = Table("no dataset", rows, tuple(rows[0]))
     table = renamed(table, config.columns)
-    if config.given_pairs or any(reward.kind == AGREES for reward in config.rewards):
+    if config.given_pairs or config.trains_a_judge:
         table = pair_table(table, config.prompt_column, as_chat=as_chat)
     return to_prompts(table, config, as_chat=as_chat, store=store)
 

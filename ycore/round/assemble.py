@@ -26,7 +26,7 @@ from ycore.round.sampling import WHOLE, DrawSource, Rules, Shard, rules_of
 from ycore.round.step import Controller, ShareWeights
 from ycore.run.files import ImageStore, RunFolder
 from ycore.scoring.judge_scorer import judge_questions
-from ycore.scoring.scorers import build_scoring, trains_a_judge
+from ycore.scoring.scorers import build_scoring
 from ycore.scoring.scoring import Policy, Scoring
 from ycore.types import THOUGHT_TAG, Completion, Prompt, opens_thinking
 
@@ -247,7 +247,7 @@ def _prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, store: ImageStore
 ) -> PromptSet:
     prompts = load_prompts(config, as_chat=tokenizer.chat_template is not None, store=store)
-    if trains_a_judge(config):
+    if config.trains_a_judge:
         return judge_questions(config, prompts, tokenizer=tokenizer)
     return prompts
 

@@ -57,10 +57,6 @@ def runs_unknown_code(config: ScoredConfig) -> bool:
     )
 
 
-def trains_a_judge(config: RunConfig) -> bool:
-    return any(spec.kind == AGREES for spec in config.rewards)
-
-
 def served_models(config: RunConfig) -> list[ServedModel]:
     """Return the policy, then every model that scores this run in an engine of ycore's.
 

@@ -403,6 +403,10 @@ class ScoredConfig(BaseConfig):
         return [reward.weight for reward in self.rewards]
 
     @property
+    def has_constraints(self) -> bool:
+        return any(reward.constraint for reward in self.rewards)
+
+    @property
     def code_files(self) -> dict[str, str]:
         return {
             f"reward {spec.reward}": spec.reward.rpartition(":")[0] for spec in self.rewards
@@ -642,7 +646,7 @@ class RunConfig(ScoredConfig, RowSettings):
             "turns": turns,
             "env_python": turns,
             "log_every": (self.has_trackers, "--report-to"),
-            "constraints": (any(reward.constraint for reward in self.rewards), "--constraint"),
+            "constraints": (self.has_constraints, "--constraint"),
         }
         for key, value in self.model_dump(include=set(readers), exclude_defaults=True).items():
             is_read, option = readers[key]

@@ -23,7 +23,7 @@ from ycore.rewards.loading import reward_names
 from ycore.run.metrics import EVALUATION, STEP_SECONDS, Row, is_evaluation, number, pass_at_k
 from ycore.run.tasks import together
 from ycore.run.work import working
-from ycore.scoring.group_rewards import compared_rewards, constraints_of
+from ycore.scoring.group_rewards import compared_rewards, constraints_of, without_none
 from ycore.types import Draw, Group, JsonObject, Record
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def figure_names(config: AnyConfig) -> list[str]:
     names = ["reward", *(f"rewards/{name}" for name in reward_names(config.rewards))]
     powers = [2**power for power in range(config.num_samples.bit_length())]
     names += [f"pass@{k}" for k in powers]
-    if any(reward.constraint for reward in config.rewards):
+    if config.has_constraints:
         names += [f"cot-pass@{k}" for k in powers]
     # Where the first reward looks for a final answer, answers can be compared.
     if config.num_samples > 1 and config.rewards[0].reward in _COMPARABLE:
@@ -132,10 +132,10 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
     """
     size = len(group.completions)
     sources = reward_names(config.rewards)
-    totals = _known(compared_rewards(group, config.reward_weights))
+    totals = without_none(compared_rewards(group, config.reward_weights))
     sums = {"reward": (sum(totals), len(totals))}
     for source, name in enumerate(sources):
-        values = _known(rewards[source] for rewards in group.rewards_GR)
+        values = without_none(rewards[source] for rewards in group.rewards_GR)
         sums[f"rewards/{name}"] = (sum(values), len(values))
     is_right = [(scores[0].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR]
     constraints = constraints_of(config)
@@ -159,13 +159,9 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
     return [*sums.values(), *extras]
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
 def mean_of_known(values: Iterable[float | None]) -> float | None:
     """Return the mean without the unknown values; None if none is known."""
-    known = _known(values)
+    known = without_none(values)
     return sum(known) / len(known) if known else None
 
 
@@ -367,7 +363,7 @@ def _no_gain(rows: Sequence[Row], count: int, config: AnyConfig) -> str | None:
 
 
 def _no_time(rows: Sequence[Row], count: int, config: AnyConfig) -> str | None:
-    seconds = _known(number(row, STEP_SECONDS[0]) for row in rows)
+    seconds = without_none(number(row, STEP_SECONDS[0]) for row in rows)
     if not seconds or sum(seconds) * (1 + 1 / len(seconds)) <= count:
         return None
     return f"{len(seconds)} steps took {sum(seconds):.0f} s of {count}, and one more is likely to pass them"

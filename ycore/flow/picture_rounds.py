@@ -43,7 +43,7 @@ from ycore.run.files import (
 )
 from ycore.run.tasks import together
 from ycore.run.trace import TraceWriter
-from ycore.scoring.group_rewards import min_stds, total_reward
+from ycore.scoring.group_rewards import min_stds, total_reward, without_none
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Image, Prompt, Score, from_json
 
@@ -442,7 +442,7 @@ def _means(
             columns[f"{name}s/{source_name}"] = [row[source].value for row in scores]
     means: dict[str, float] = {}
     for key, values in columns.items():
-        known = np.array([value for value in values if value is not None])
+        known = np.array(without_none(values))
         means |= with_interval(key, known, np.ones(len(known)))
     return means
 

@@ -9,7 +9,7 @@ from ycore.engine import Engine
 from ycore.errors import RunError
 from ycore.round.peers import Peers
 from ycore.run.metrics import Meter
-from ycore.scoring.group_rewards import compared_rewards
+from ycore.scoring.group_rewards import compared_rewards, without_none
 from ycore.types import Group
 
 
@@ -59,7 +59,7 @@ class RoundMeter:
 
     def count(self, group: Group, weights_R: Sequence[float]) -> None:
         totals = compared_rewards(group, weights_R)
-        known = [total for total in totals if total is not None]
+        known = without_none(totals)
         self.num_tokens += group.num_written
         self.num_masked += totals.count(None)
         self.rewards[""] += known

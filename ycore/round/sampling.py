@@ -26,6 +26,7 @@ from ycore.scoring.group_rewards import (
     compared_rewards,
     min_stds,
     normalizes_each_reward,
+    without_none,
 )
 from ycore.types import (
     Draw,
@@ -158,7 +159,7 @@ def _rate(prompt: Prompt, column: str) -> float:
 
 def stats_of(totals_G: Sequence[float | None]) -> tuple[float, float] | None:
     """A group's chance and mean reward, from its completions' rewards; None where fewer than two have one."""
-    known = [total for total in totals_G if total is not None]
+    known = without_none(totals_G)
     return (chance_of(known), sum(known) / len(known)) if len(known) > 1 else None
 
 
@@ -522,7 +523,7 @@ class ReuseBuffer:
 
     def _deviation(self, group: Group) -> float:
         rewards = compared_rewards(group, self._rules.reward_weights, self._rules.constraints)
-        return pstdev([reward for reward in rewards if reward is not None] or [0.0])
+        return pstdev(without_none(rewards) or [0.0])
 
 
 class Shard(NamedTuple):

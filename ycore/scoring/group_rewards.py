@@ -100,7 +100,7 @@ class Constraints:
 
         By `gate` that is sigmoid(r - mean r), or 0 for what breaks a constraint (eqs. 5 and 8).
         """
-        known = [total for total in totals_G if total is not None]
+        known = without_none(totals_G)
         baseline = fmean(known) if known else 0.0
         rewards_G: list[float | None] = []
         for total, rewards_R in zip(totals_G, rewards_GR, strict=True):
@@ -151,6 +151,10 @@ class Constraints:
         return metrics
 
 
+def without_none(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
 def total_reward(scores_R: Sequence[Score], weights_R: Sequence[float]) -> float | None:
     """Return the weighted sum over the reward sources that gave a value; None when none did."""
     return weighted_sum([score.value for score in scores_R], weights_R)
@@ -180,7 +184,7 @@ def weighted_sums(rewards_NR: "Tensor", weights_R: "Tensor") -> "Tensor":
 
 def rewards_differ(rewards_G: Iterable[float | None], *, min_std: float = 0.0) -> bool:
     """Whether two rewards differ by more than `TOLERANCE`, and the rewards deviate by `min_std` or more."""
-    known = [reward for reward in rewards_G if reward is not None]
+    known = without_none(rewards_G)
     if len(known) < 2:
         return False
     return max(known) - min(known) > TOLERANCE and pstdev(known) >= min_std
@@ -191,7 +195,7 @@ def normalizes_each_reward(config: RunConfig) -> bool:
     return (
         config.trl.get("multi_objective_aggregation") == "normalize_then_sum"
         and config.uses_trl_advantages
-        and not any(reward.constraint for reward in config.rewards)
+        and not config.has_constraints
     )
 
 
@@ -210,7 +214,7 @@ def normalized_sums(
         min_std = 0.0 if min_stds_R is None else min_stds_R[source]
         if not rewards_differ(rewards_G, min_std=min_std):
             continue
-        known = [reward for reward in rewards_G if reward is not None]
+        known = without_none(rewards_G)
         mean = fmean(known)
         deviation = stdev(known) + _TRL_EPSILON
         for index, reward in enumerate(rewards_G):
@@ -269,7 +273,7 @@ def can_teach(
     baseline's is enough. Rewards of turns that differ teach too.
     """
     totals = compared_rewards(group, weights_R, constraints)
-    known = [total for total in totals if total is not None]
+    known = without_none(totals)
     if group.greedy_scores_R is not None:
         baseline = total_reward(group.greedy_scores_R, weights_R)
         return baseline is not None and any(

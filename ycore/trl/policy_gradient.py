@@ -286,7 +286,7 @@ def estimator_of(config: Any) -> Estimator | None:
     advantage = config.advantage if isinstance(config, AdvantageConfig) else "group"
     if advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE) or ":" in advantage:
         return None
-    if advantage == "group" and not any(reward.constraint for reward in config.rewards):
+    if advantage == "group" and not config.has_constraints:
         return None
     return _estimator_named(advantage, config)
 

@@ -328,8 +328,7 @@ def advice(metrics: Sequence[Row], config: RunConfig) -> str | None:
     reward; with a curriculum, whose prompts become harder.
     """
     rows = [row for row in metrics if number(row, *REWARD) is not None]
-    is_constrained = any(reward.constraint for reward in config.rewards)
-    if config.algorithm == "distill" or is_constrained or config.sampling.curriculum:
+    if config.algorithm == "distill" or config.has_constraints or config.sampling.curriculum:
         return None
     if len(rows) < _MIN_STEPS:
         return None

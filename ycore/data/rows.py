@@ -122,7 +122,6 @@ _OPENS_ANSWER = re.compile(
 _ENDS_BEFORE_ANSWER = re.compile(rf"(?:{_OPENS_ANSWER.pattern})\s*\Z", re.VERBOSE)
 # `[...]` and `{...}` as a whole, but no text that begins with the mark [INST].
 _IN_BRACKETS = re.compile(r"(?!\[INST)(?:\[(?s:.*)\]|\{(?s:.*)\})\Z")
-_ASKING = ("user", "system", "developer")  # roles
 _MAX_ORDERS = 1000
 _MAX_SPACES = 20  # of an answer that rewards may compare
 _FIRST_ROWS = 100  # stand for all where every row would take too long
@@ -263,9 +262,7 @@ class RowReader:
 
     def _before_answer(self, turns: list[Message]) -> list[Message]:
         """Cut the answer that ends a whole conversation: the policy is to write it."""
-        stop = len(turns)
-        while stop and turns[stop - 1]["role"] == "assistant":
-            stop -= 1
+        stop = _num_before(turns, ["assistant"])
         if stop == len(turns):
             return turns
         self.notes["last answers are cut, for the policy writes them"] += 1
@@ -439,14 +436,10 @@ class RowReader:
 
     def _split_last_answer(self, turns: list[Message]) -> tuple[list[Message], list[Message]]:
         """Split a conversation before the turns of the assistant at its end; questions that nobody answers are cut."""
-        stop = len(turns)
-        while stop and turns[stop - 1]["role"] != "assistant":
-            stop -= 1
+        stop = _num_before(turns, ["user", "system", "developer", "tool"])
         if stop < len(turns) and stop:
             self.notes["last questions that nobody answers are cut"] += 1
-        start = stop
-        while start and turns[start - 1]["role"] == "assistant":
-            start -= 1
+        start = _num_before(turns[:stop], ["assistant"])
         return turns[:start], turns[start:stop]
 
     def _whole_text(self, row: TableRow) -> Row | str:
@@ -769,9 +762,7 @@ def _split_answer(
         if strip:
             content = content.strip().removeprefix("Assistant:").lstrip()
         return None, [{"role": "assistant", "content": content}]
-    start = len(content)
-    while start and content[start - 1]["role"] not in _ASKING:
-        start -= 1
+    start = _num_before(content, ["assistant", "tool"])
     repeats = _starts_with(content, question)
     if start == 0 and not repeats:
         return None, content
@@ -787,6 +778,14 @@ def _split_answer(
     if not repeats and _starts_with(question[-start:], head):
         return None, content[start:]
     raise DataError(_holds_question(name, row))
+
+
+def _num_before(turns: Sequence[Message], roles: Sequence[str]) -> int:
+    """Count the turns before those at the end that all have one of the roles."""
+    count = len(turns)
+    while count and turns[count - 1]["role"] in roles:
+        count -= 1
+    return count
 
 
 def _holds_question(name: str, row: TableRow) -> str:

@@ -376,7 +376,7 @@ def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Tab
     for row in table:
         pair = reader.read(row)
         if isinstance(pair, Row):
-            answers = {name: last_text(pair.answers[name]) for name in ("chosen", "rejected")}
+            answers = {name: last_text(answer) for name, answer in pair.answers.items()}
             rows.append({**row.values, "prompt": pair.question, **answers})
     if not rows:
         raise DataError(

@@ -233,8 +233,7 @@ class JudgeScorer(Scorer):
                 raise Unreadable("the row has no reference")
             return await self._win_share(group, text, reference, replies, key=key)
         question = self.questioner.pointwise(prompt, text, key=key)
-        read = self._read_fraction(key, replies)
-        return await self._verdict(question, group, key=key, read=read)
+        return await self._fraction(question, group, replies, key=key)
 
     async def _compare_siblings(self, group: PendingGroup) -> list[Score]:
         pairs = ring_pairs(len(group), self.judge.opponents)
@@ -268,8 +267,7 @@ class JudgeScorer(Scorer):
         for number, texts in enumerate([(text, other), (other, text)]):
             order_key = f"{key}/{number}"
             question = self.questioner.pairwise(group.draw.prompt, *texts, key=order_key)
-            read = self._read_fraction(order_key, replies)
-            verdicts.append(self._verdict(question, group, key=order_key, read=read))
+            verdicts.append(self._fraction(question, group, replies, key=order_key))
         when_first, when_second = await together(verdicts)
         self.meter.pairs += 1
         self.meter.pairs_by_position += follows_position(when_first, when_second)
@@ -302,6 +300,18 @@ class JudgeScorer(Scorer):
         except Unreadable:
             return None
 
+    async def _fraction(
+        self, question: Question, group: PendingGroup, replies: list[str], *, key: str
+    ) -> float:
+        """Return a verdict from 0 to 1, and add the reply that it stands in to the `replies`."""
+
+        def read(reply: Reply) -> float:
+            value = read_value(self.judge, reply, code=verdict_code(key))
+            replies.append(reply.text)
+            return self.judge.fraction(value)
+
+        return await self._verdict(question, group, key=key, read=read)
+
     async def _verdict(
         self, question: Question, group: PendingGroup, *, key: str, read: Callable[[Reply], V]
     ) -> V:
@@ -330,16 +340,6 @@ class JudgeScorer(Scorer):
             slot.num_tokens = reply.num_tokens
         self.meter.tokens += reply.num_tokens
         return reply._replace(text=THINKING * self.in_thinking + reply.text)
-
-    def _read_fraction(self, key: str, replies: list[str]) -> Callable[[Reply], float]:
-        """Return what reads a verdict, and adds the reply it stands in to the `replies`."""
-
-        def read(reply: Reply) -> float:
-            value = read_value(self.judge, reply, code=verdict_code(key))
-            replies.append(reply.text)
-            return self.judge.fraction(value)
-
-        return read
 
     def _key(self, group: PendingGroup, *completions: Completion) -> str:
         """Identify what is judged, also in a resumed run. The key depends on the text: no policy can predict it."""

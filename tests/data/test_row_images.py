@@ -11,7 +11,7 @@ from ycore.data.cells import Table
 from ycore.data.prompts import PromptSet, to_prompts
 from ycore.data.source import read_table
 from ycore.errors import DataError
-from ycore.run.files import ImageStore, png_of
+from ycore.run.files import NO_IMAGES, ImageStore, png_of
 from ycore.types import IMAGE_MARK, in_blocks
 
 RED, BLUE = (png_of(Pillow.new("RGB", (2, 2), colour)) for colour in ("red", "blue"))
@@ -19,7 +19,7 @@ CONFIG = RunConfig(model="m", dataset="d", rewards=[{"reward": "r"}], output="o"
 
 
 def prompts(
-    *rows: dict[str, Any], folder: Path | None = None, store: ImageStore | None = None
+    *rows: dict[str, Any], folder: Path | None = None, store: ImageStore = NO_IMAGES
 ) -> PromptSet:
     columns = tuple(dict.fromkeys(name for row in rows for name in row))
     return to_prompts(

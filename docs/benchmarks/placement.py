@@ -36,7 +36,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ class OneForOne(AcceptanceRate):
 
 
 def length_of(seed: int, job: argparse.Namespace) -> int:
-    """Tokens of the completion with this seed: lognormal with the asked mean, cut off at the longest."""
+    """Draw the tokens of the completion with this seed: lognormal with the asked mean, cut off at the longest."""
     drawn = random.Random(seed).lognormvariate(math.log(job.mean) - job.sigma**2 / 2, job.sigma)
     return max(4, min(job.longest, round(drawn)))
 
@@ -121,8 +120,10 @@ class LengthJudge:
         completion = await writing.tasks_G[index]
         async with writing.turn(JUDGE) as slot:
             # What it reads is as long for every completion, so that a request has one size.
-            shown = (completion.token_ids * self._job.judge_reads)[: self._job.judge_reads]
-            verdict = await self._engines[slot].complete(shown, self._job.judge_tokens)
+            judge_prompt = (completion.token_ids * self._job.judge_reads)[
+                : self._job.judge_reads
+            ]
+            verdict = await self._engines[slot].complete(judge_prompt, self._job.judge_tokens)
             slot.num_tokens = len(verdict.token_ids)
         position = writing.draw.position
         return [Score(float(index % 2) if teaches(position, self._job) else 0.0)]
@@ -184,8 +185,8 @@ class Contestant:
         rank, num_ranks = (0, 1) if remote is None else (remote.rank, remote.num_ranks)
         self.leads = rank == 0
         self.peers = Peers()
-        own = {slot for slot in range(2) if home_rank(slot, num_ranks) == rank}
-        engines_asleep = sleepers(engines, own) if job.asleep else None
+        home_slots = {slot for slot in range(2) if home_rank(slot, num_ranks) == rank}
+        engines_asleep = sleepers(engines, home_slots) if job.asleep else None
         trace = TraceWriter(self.trace)
         self.slots = Slots(
             2,
@@ -207,7 +208,7 @@ class Contestant:
         self._controller.acceptance = OneForOne()
 
     async def write(self, number: int) -> dict[str, Any]:
-        """One round; where engines sleep, their waking before it and falling asleep after it count too."""
+        """Write one round; where engines sleep, their waking before it and falling asleep after it count too."""
         self._draws.round = number
         self._controller.meter.begin()
         learned = self.slots.state or {"division": {}, "mode": "first"}
@@ -238,15 +239,15 @@ def simulated_group(position: int, job: argparse.Namespace) -> SimulatedGroup:
 def predict(
     words: str, measured: Sequence[dict[str, Measured]], job: argparse.Namespace
 ) -> list[float]:
-    """The simulator's seconds for the counted rounds of a placement."""
-    mean = {role: mean_of([told[role] for told in measured]) for role in ROLES}
+    """Simulate the counted rounds of a placement; return their seconds."""
+    mean = {role: mean_of([by_role[role] for by_role in measured]) for role in ROLES}
     result = simulate(
         parse_placement(words),
         pool_of(job),
         Machine(
-            {role: told.speed for role, told in mean.items()},
+            {role: measurement.speed for role, measurement in mean.items()},
             PUBLISHED_S if job.asleep else {},
-            {role: told.reading_s for role, told in mean.items()},
+            {role: measurement.reading_s for role, measurement in mean.items()},
         ),
         lambda number: lambda position: simulated_group(position, job),
         Demand(job.need, dynamic=True),
@@ -259,7 +260,7 @@ def predict(
 
 
 def replay(trace: Path, job: argparse.Namespace) -> dict[str, float]:
-    """The simulator's mean seconds of every placement, from the counted rounds of a recording."""
+    """Simulate every placement from the counted rounds of a recording; return their mean seconds."""
     scenario = Scenario(
         num_slots=2,
         swap_s=pool_of(job).swap_s,
@@ -276,15 +277,15 @@ def replay(trace: Path, job: argparse.Namespace) -> dict[str, float]:
         seed=0,
     )
     rounds = requests_of([span for span in read_trace(trace) if span.rank == 0])[-job.rounds :]
-    told = {
+    seconds = {
         str(result.placement): result.seconds
         for result in compare_recorded(rounds, scenario).results
     }
-    return {words: told[words] for words in PLACEMENTS}
+    return {words: seconds[words] for words in PLACEMENTS}
 
 
 async def measure_both(engines: Engines, job: argparse.Namespace) -> dict[str, Measured]:
-    told = {}
+    measured = {}
     for role, of_role, reads in (
         (ROLLOUT, engines.rollouts, job.prompt_tokens),
         (JUDGE, engines.judges, job.judge_reads),
@@ -292,45 +293,47 @@ async def measure_both(engines: Engines, job: argparse.Namespace) -> dict[str, M
         asleep = sleepers(engines, {0, 1})[role].values() if job.asleep else ()
         for engine in asleep:
             await engine.wake()
-        told[role] = await measure(of_role, reads)
+        measured[role] = await measure(of_role, reads)
         for engine in asleep:
             await engine.sleep()
-    print(told, flush=True)
-    return told
+    print(measured, flush=True)
+    return measured
 
 
 async def play_all(
     contestants: Sequence[Contestant], engines: Engines, job: argparse.Namespace
 ) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Measured]]]:
-    """Round by round, every placement in turn, another one first each time; the first rounds only warm up."""
-    rows: dict[str, list[dict[str, Any]]] = {one.words: [] for one in contestants}
+    """Play round by round every placement in turn, another one first each time; the first rounds only warm up."""
+    rows: dict[str, list[dict[str, Any]]] = {contestant.words: [] for contestant in contestants}
     measured = []
     leads = contestants[0].leads
-    for one in contestants:
-        await one.slots.open(timeout_s=120)
+    for contestant in contestants:
+        await contestant.slots.open(timeout_s=120)
     await contestants[0].slots.sleep()
     for number in range(job.warm_up + job.rounds):
         if leads and number >= job.warm_up and (number - job.warm_up) % _BETWEEN == 0:
             measured.append(await measure_both(engines, job))
         first = number % len(contestants)
-        for one in [*contestants[first:], *contestants[:first]]:
-            row = await one.write(number)
+        for contestant in [*contestants[first:], *contestants[:first]]:
+            row = await contestant.write(number)
             if not leads:
                 continue
-            told = f"{row['seconds']:6.1f} s, {row['drawn']:.0f} groups, {row['mode']}, {row['swaps']:.0f} swaps"
-            print(f"round {number} {one.words:10} {told}", flush=True)
+            summary = f"{row['seconds']:6.1f} s, {row['drawn']:.0f} groups, {row['mode']}, {row['swaps']:.0f} swaps"
+            print(f"round {number} {contestant.words:10} {summary}", flush=True)
             if number >= job.warm_up:
-                rows[one.words].append(row)
+                rows[contestant.words].append(row)
     if leads:
         measured.append(await measure_both(engines, job))
-    for one in contestants:
-        await one.peers.meet(stopping=False)
-        one.slots.close()
+    for contestant in contestants:
+        await contestant.peers.meet(stopping=False)
+        contestant.slots.close()
     return rows, measured
 
 
-def rank_of(rank: int, folder: Path, drawn: Mapping[str, Any], job: argparse.Namespace) -> None:
-    """A rank's process: all placements in turn. The first leaves what it saw in `folder`."""
+def run_rank(
+    rank: int, folder: Path, drawn: Mapping[str, Any], job: argparse.Namespace
+) -> None:
+    """Run a rank: all placements in turn. The first rank writes its results to `folder`."""
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=job.ranks
     )
@@ -349,13 +352,14 @@ def rank_of(rank: int, folder: Path, drawn: Mapping[str, Any], job: argparse.Nam
     rows, measured = asyncio.run(play_all(contestants, engines, job))
     if rank == 0:
         summarised = summary_of(rows, measured, contestants, job)
-        told = {
+        results = {
             "measured": [
-                {role: asdict(one) for role, one in told.items()} for told in measured
+                {role: measurement.as_json() for role, measurement in by_role.items()}
+                for by_role in measured
             ],
             "rounds": rows,
         }
-        (folder / "told.json").write_text(json.dumps({**told, "summary": summarised}))
+        (folder / "told.json").write_text(json.dumps({**results, "summary": summarised}))
     dist.destroy_process_group()
 
 
@@ -367,7 +371,7 @@ def remote_of(number: int, rank: int, folder: Path, job: argparse.Namespace) -> 
 
 
 def play_ranks(sockets: Path, job: argparse.Namespace) -> dict[str, Any]:
-    """All ranks and an allocator for each placement, in processes of their own; nothing is left of them."""
+    """Run all ranks and an allocator for each placement, in processes of their own; leave nothing of them."""
     with tempfile.TemporaryDirectory(prefix="yc-") as place:
         folder = Path(place)
         (folder / "sockets").symlink_to(sockets)
@@ -378,7 +382,7 @@ def play_ranks(sockets: Path, job: argparse.Namespace) -> dict[str, Any]:
         ]
         drawn = counters(job)
         ranks = [
-            FORK.Process(target=rank_of, args=(rank, folder, drawn, job))
+            FORK.Process(target=run_rank, args=(rank, folder, drawn, job))
             for rank in range(job.ranks)
         ]
         try:
@@ -390,8 +394,8 @@ def play_ranks(sockets: Path, job: argparse.Namespace) -> dict[str, Any]:
                 time.sleep(0.5)
             if any(process.exitcode for process in ranks):
                 raise RuntimeError("a rank failed")
-            told: dict[str, Any] = json.loads((folder / "told.json").read_text())
-            return told
+            results: dict[str, Any] = json.loads((folder / "told.json").read_text())
+            return results
         finally:
             for process in ranks:
                 process.kill()
@@ -408,7 +412,9 @@ def summary_of(
 ) -> dict[str, Any]:
     predicted = {words: predict(words, measured, job) for words in PLACEMENTS}
     return summarise(
-        rows, predicted, {one.words: replay(one.trace, job) for one in contestants}
+        rows,
+        predicted,
+        {contestant.words: replay(contestant.trace, job) for contestant in contestants},
     )
 
 
@@ -417,9 +423,10 @@ def summarise(
     predicted: dict[str, list[float]],
     replayed: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
-    """The figures that the page quotes."""
+    """Return the figures that the page quotes."""
     mean = {
-        words: statistics.fmean(row["seconds"] for row in told) for words, told in rows.items()
+        words: statistics.fmean(row["seconds"] for row in placement_rows)
+        for words, placement_rows in rows.items()
     }
     better = min(value for words, value in mean.items() if words != "dynamic")
     same = all(
@@ -430,24 +437,29 @@ def summarise(
     return {
         "seconds": mean,
         "range": {
-            words: [min(r["seconds"] for r in told), max(r["seconds"] for r in told)]
-            for words, told in rows.items()
+            words: [
+                min(r["seconds"] for r in placement_rows),
+                max(r["seconds"] for r in placement_rows),
+            ]
+            for words, placement_rows in rows.items()
         },
         "bound_ratio": {
-            words: statistics.fmean(row["bound_ratio"] for row in told)
-            for words, told in rows.items()
+            words: statistics.fmean(row["bound_ratio"] for row in placement_rows)
+            for words, placement_rows in rows.items()
         },
         "idle_share": {
-            words: statistics.fmean(row["idle_share"] for row in told)
-            for words, told in rows.items()
+            words: statistics.fmean(row["idle_share"] for row in placement_rows)
+            for words, placement_rows in rows.items()
         },
         "simulated": {words: statistics.fmean(seconds) for words, seconds in predicted.items()},
         "simulated_over_real": {
             words: statistics.fmean(predicted[words]) / mean[words] for words in rows
         },
         "replayed_over_real": {
-            recorded: {words: seconds / mean[words] for words, seconds in told.items()}
-            for recorded, told in replayed.items()
+            recorded: {
+                words: seconds / mean[words] for words, seconds in seconds_by_placement.items()
+            }
+            for recorded, seconds_by_placement in replayed.items()
         },
         "dynamic_over_better": mean["dynamic"] / better,
         "same_work": same,
@@ -455,19 +467,19 @@ def summarise(
 
 
 def main() -> None:
-    job = arguments()
+    job = parse_arguments()
     signal.signal(signal.SIGTERM, _end)
     job.output.mkdir(parents=True, exist_ok=True)
     busy = busy_share()
     with ExitStack() as stack:
         sockets = stack.enter_context(engines_running(job, job.output))
         played = play_ranks(sockets, job)
-    told = {
+    settings = {
         "job": {key: str(value) for key, value in vars(job).items()},
         "machine": describe_machine(),
         "busy": busy,
     }
-    (job.output / "results.json").write_text(json.dumps(told | played, indent=2))
+    (job.output / "results.json").write_text(json.dumps(settings | played, indent=2))
     print(json.dumps(played["summary"], indent=2))
     traces = [(words, job.output / f"{words.replace(':', '-')}.json") for words in PLACEMENTS]
     draw_panels(
@@ -487,7 +499,7 @@ def _last_round(trace: Path) -> list[Any]:
     return [span for span in spans if span.name != ROUND and span.began >= last.began]
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

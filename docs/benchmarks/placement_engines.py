@@ -40,7 +40,7 @@ class SeededEngine(Engine):
         return await self.write(prompt_ids, seed, self._length_of(seed))
 
     async def write(self, prompt_ids: Sequence[int], seed: int, length: int) -> Completion:
-        """`length` tokens."""
+        """Write `length` tokens."""
         body = {
             "model": "rollout",
             "prompt": list(prompt_ids),
@@ -92,7 +92,7 @@ async def _nothing() -> None:
 def sleepers(
     engines: Engines, slots: Collection[int]
 ) -> Mapping[str, Mapping[int, WaitingEngine]]:
-    """The engines of these slots, by role and slot."""
+    """Return the engines of these slots, by role and slot."""
     roles = {ROLLOUT: engines.rollouts, JUDGE: engines.judges}
     return {
         role: {
@@ -103,7 +103,7 @@ def sleepers(
 
 
 def clients(sockets: Path, *, length_of: Callable[[int], int]) -> Engines:
-    """A process's own clients of the four servers."""
+    """Make a process's own clients of the four servers."""
     roles = [
         [SeededEngine(name, sockets / f"{name}.sock", of) for name in names]
         for names, of in (
@@ -116,7 +116,7 @@ def clients(sockets: Path, *, length_of: Callable[[int], int]) -> Engines:
 
 @contextmanager
 def engines_running(job: argparse.Namespace, output: Path) -> Iterator[Path]:
-    """Four servers on two cores, and the folder of their sockets; their logs stay in `output`, and nothing else."""
+    """Run four servers on two cores; yield the folder of their sockets. Of their files only logs stay, in `output`."""
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="ycore-placement-")))
     model = fetch_model(
         resolve_model(job.model, trust_remote_code=False), log=output / "model.log"
@@ -133,7 +133,7 @@ def engines_running(job: argparse.Namespace, output: Path) -> Iterator[Path]:
 
 @contextmanager
 def served(folder: RunFolder, planned: Sequence[EngineSpec], output: Path) -> Iterator[None]:
-    """The servers, once all of them answer; at the end nothing is left of them but their logs."""
+    """Run the servers, and yield once all of them answer; at the end leave nothing but their logs."""
     for path in (folder.sockets, folder.temporary):
         make_private(path)
     watch = RunWatch(folder.run_id)

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from placement_engines import SeededEngine
@@ -28,24 +29,33 @@ class Measured:
     speed: Steps
     reading_s: float
 
+    def as_json(self) -> dict[str, Any]:
+        speed = {
+            "base": self.speed.base,
+            "each": self.speed.per_request,
+            "depths": self.speed.depths,
+            "seconds": self.speed.seconds,
+        }
+        return {"speed": speed, "reading_s": self.reading_s}
+
 
 def mean_of(several: Sequence[Measured]) -> Measured:
     depths = several[0].speed.depths
-    seconds = tuple(
-        map(statistics.fmean, zip(*(one.speed.seconds for one in several), strict=True))
-    )
-    return Measured(_steps(depths, seconds), statistics.fmean(one.reading_s for one in several))
+    by_depth = zip(*(measured.speed.seconds for measured in several), strict=True)
+    seconds = tuple(map(statistics.fmean, by_depth))
+    reading_s = statistics.fmean(measured.reading_s for measured in several)
+    return Measured(_steps(depths, seconds), reading_s)
 
 
 def _steps(depths: Sequence[int], seconds: Sequence[float]) -> Steps:
-    each, base = np.polyfit(depths, seconds, 1)
-    return Steps(float(base), float(each), tuple(depths), tuple(seconds))
+    per_request, base = np.polyfit(depths, seconds, 1)
+    return Steps(float(base), float(per_request), tuple(depths), tuple(seconds))
 
 
 async def measure(
     engines: Sequence[SeededEngine], prompt_tokens: int, depths: Sequence[int] = DEPTHS
 ) -> Measured:
-    """A few seconds a depth; the first requests only warm up."""
+    """Measure for a few seconds at each depth; the first requests only warm up."""
     await _seconds(engines, 2, _FEW, prompt_tokens)
     depths, steps, reads = (
         [depth for depth in depths if depth * prompt_tokens <= _MOST_READ or depth <= 8],
@@ -63,9 +73,9 @@ async def measure(
 async def _seconds(
     engines: Sequence[SeededEngine], depth: int, length: int, prompt_tokens: int
 ) -> float:
-    """Until a slot has written so many tokens for each of `depth` prompts that nobody has read before; their mean."""
+    """Return the mean seconds until a slot has written so many tokens for each of `depth` prompts that are new to it."""
 
-    async def one(engine: SeededEngine) -> float:
+    async def seconds_on(engine: SeededEngine) -> float:
         prompts = [
             [random.randrange(3, 9000) for _ in range(prompt_tokens)] for _ in range(depth)
         ]
@@ -73,4 +83,4 @@ async def _seconds(
         await asyncio.gather(*(engine.write(prompt, 0, length) for prompt in prompts))
         return time.perf_counter() - began
 
-    return statistics.fmean(await asyncio.gather(*(one(engine) for engine in engines)))
+    return statistics.fmean(await asyncio.gather(*(seconds_on(engine) for engine in engines)))

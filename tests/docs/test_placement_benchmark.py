@@ -87,6 +87,8 @@ def test_every_placement_draws_and_writes_the_same(
     steady = script.Measured(
         Steps(1e-4, 1e-6, (1.0,), (1e-4,)), 0.0
     )  # what was measured of such short waits is noise
+    speed = {"base": 1e-4, "each": 1e-6, "depths": (1.0,), "seconds": (1e-4,)}
+    assert steady.as_json() == {"speed": speed, "reading_s": 0.0}
     measured = [dict.fromkeys(script.ROLES, steady)]
     predicted = {words: script.predict(words, measured, job) for words in script.PLACEMENTS}
     replayed = {one.words: script.replay(one.trace, job) for one in contestants}

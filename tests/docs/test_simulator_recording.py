@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from simulator.comparison import Scenario, compare_recorded
-from simulator.recording import Request, Seen, curve, read_trace, recorded, requests_of
+from simulator.recording import Request, Sample, curve, read_trace, recorded, requests_of
 from simulator.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
 from simulator.speeds import Speed
 
@@ -139,9 +139,9 @@ def test_an_empty_trace_is_said_to_be_one() -> None:
         recorded([[]], group_size=2)
 
 
-def seen(*met: tuple[float, float]) -> list[Seen]:
+def seen(*met: tuple[float, float]) -> list[Sample]:
     """Three requests of ten tokens for each (depth, step)."""
-    return [Seen(10.0, 10.0 * step, depth) for depth, step in met for _ in range(3)]
+    return [Sample(10.0, 10.0 * step, depth) for depth, step in met for _ in range(3)]
 
 
 def test_points_are_what_was_met_and_lines_lie_between() -> None:
@@ -163,11 +163,13 @@ def test_beyond_the_ends_the_line_leads_on() -> None:
 
 
 def test_requests_count_by_their_tokens_and_few_join_others() -> None:
-    recording = curve(LINE, [Seen(30.0, 3.0, 3.0), Seen(10.0, 2.0, 4.0), Seen(10.0, 1.0, 5.0)])
+    recording = curve(
+        LINE, [Sample(30.0, 3.0, 3.0), Sample(10.0, 2.0, 4.0), Sample(10.0, 1.0, 5.0)]
+    )
     assert recording.depths == pytest.approx((3.6,)) and recording.seconds == pytest.approx(
         (0.12,)
     )
-    several = curve(LINE, [*seen((2, 0.05)), Seen(10.0, 5.0, 50.0)])
+    several = curve(LINE, [*seen((2, 0.05)), Sample(10.0, 5.0, 50.0)])
     assert len(several.depths) == 1
 
 

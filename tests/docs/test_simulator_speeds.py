@@ -12,7 +12,7 @@ def test_the_speed_of_an_engine_is_found_again() -> None:
         size, depth = source.uniform(20, 400), source.uniform(1, 60)
         sums.observe(seconds=size * (0.012 + 0.0004 * depth), depth=depth, size=size)
     speed = sums.speed()
-    assert speed.base == pytest.approx(0.012) and speed.each == pytest.approx(0.0004)
+    assert speed.base == pytest.approx(0.012) and speed.per_request == pytest.approx(0.0004)
 
 
 def test_one_depth_alone_is_no_evidence_of_free_batching() -> None:
@@ -54,7 +54,7 @@ def test_requests_that_wait_for_each_other_show_that_more_in_flight_gain_nothing
     for served, seconds in enumerate(BURST, 1):
         sums.observe(seconds=seconds, depth=len(BURST) - served / 2, size=1.0, served=served)
     speed = sums.speed()
-    assert speed.base == pytest.approx(0) and speed.each == pytest.approx(0.38, abs=0.05)
+    assert speed.base == pytest.approx(0) and speed.per_request == pytest.approx(0.38, abs=0.05)
 
 
 def test_completions_of_one_moment_are_no_queue() -> None:

@@ -75,7 +75,7 @@ def simulate(
     position_of: Callable[[int], int] | None = None,
     yields: AcceptanceRate | None = None,
 ) -> Result:
-    """Rounds under one placement, which learns from round to round.
+    """Play rounds under one placement, which learns from round to round.
 
     Args:
         pool: the slots of each of `num_machines`, on which `ranks` train.
@@ -91,10 +91,10 @@ def simulate(
     for number in range(first, warm_up + num_rounds):
         position = _APART * number if position_of is None else position_of(number)
         groups = groups_of_round(number)
-        one = SimulatedRound(
+        simulated = SimulatedRound(
             allocators, machine, groups, demand, ranks=ranks, position=position, yields=yields
         )
-        outcomes.append(one.run())
+        outcomes.append(simulated.run())
         added = [
             sum(values)
             for values in zip(
@@ -119,7 +119,7 @@ class Scenario:
     max_tokens: int
     mean_tokens: float
     judge_work: float  # over the writing of a completion
-    step_s: tuple[float, float]  # base and each, of an engine's step of both roles
+    step_s: tuple[float, float]  # base and per request, of an engine's step of both roles
     seed: int
     num_machines: int = 1  # with as many slots and ranks each
     engines: int = 1  # of the policy on a slot, beside one of the judge over as many devices
@@ -146,8 +146,8 @@ class Comparison:
 
 
 def assumed_work(scenario: Scenario) -> Workload:
-    """Lognormal lengths, judge requests that are all the same share of a mean completion, and under dynamic sampling
-    seven groups in ten that teach."""
+    """Assume lognormal lengths, judge requests that are all the same share of a mean completion, and under dynamic
+    sampling seven groups in ten that teach."""
     mean = scenario.mean_tokens
     scoring = {JUDGE: mean * scenario.judge_work} if scenario.judge_work > 0 else {}
     teach_share = _TEACH_SHARE if scenario.dynamic else 1.0
@@ -156,7 +156,7 @@ def assumed_work(scenario: Scenario) -> Workload:
 
 
 def compare_assumed(scenario: Scenario) -> Comparison:
-    """Every placement over `assumed_work`."""
+    """Play every placement over `assumed_work`."""
     roles = (ROLLOUT, JUDGE) if scenario.judge_work > 0 else (ROLLOUT,)
     speed, mean, work = Speed(*scenario.step_s), scenario.mean_tokens, assumed_work(scenario)
     group_at = cache(work.group_at)
@@ -185,7 +185,7 @@ def compare_assumed(scenario: Scenario) -> Comparison:
     note = (
         f"assumed: {scenario.need} prompts x {scenario.group_size} completions of {mean:.0f} tokens on "
         f"the mean, judge work {scenario.judge_work:g} of it, a step {speed.base * 1e3:g} ms and "
-        f"{speed.each * 1e3:g} ms more for each request, a swap {scenario.swap_s:g} s, {scenario.num_slots} slots"
+        f"{speed.per_request * 1e3:g} ms more for each request, a swap {scenario.swap_s:g} s, {scenario.num_slots} slots"
         + (f" on each of {scenario.num_machines} machines" if scenario.num_machines > 1 else "")
         + (
             f", a judge over {scenario.engines} devices and a policy on each"
@@ -204,7 +204,7 @@ def _compared(
     *,
     recorded_s: float | None = None,
 ) -> Comparison:
-    """Every placement, and the best once more with known lengths."""
+    """Play every placement, and the best once more with known lengths."""
     demand = Demand(scenario.need, scenario.dynamic, scenario.max_tries)
     results = [play(placement, demand) for placement in candidates(roles, scenario.num_slots)]
     again = play(recommend(results).placement, replace(demand, known_lengths=True))
@@ -218,31 +218,33 @@ def candidates(roles: Sequence[str], num_slots: int) -> list[Placement]:
 
 
 def splits(roles: Sequence[str], num_slots: int, *, most: int = 9) -> list[Placement]:
-    """Splits from one end to the other, at most `most`; the other roles share evenly what rollouts leave."""
-    others = len(roles) - 1
-    if others == 0 or num_slots <= others:
+    """List splits from one end to the other, at most `most`; the other roles share evenly what rollouts leave."""
+    num_others = len(roles) - 1
+    if num_others == 0 or num_slots <= num_others:
         return []
-    firsts: Sequence[int] = range(1, num_slots - others + 1)
+    firsts: Sequence[int] = range(1, num_slots - num_others + 1)
     if len(firsts) > most:
         firsts = [firsts[index * (len(firsts) - 1) // (most - 1)] for index in range(most)]
-    found = []
+    placements = []
     for first in firsts:
-        each, more = divmod(num_slots - first, others)
-        found.append(
-            Placement("split", (first, *(each + (index < more) for index in range(others))))
+        share, remainder = divmod(num_slots - first, num_others)
+        placements.append(
+            Placement(
+                "split", (first, *(share + (index < remainder) for index in range(num_others)))
+            )
         )
-    return found
+    return placements
 
 
 def recommend(results: Sequence[Result]) -> Result:
-    """The shortest; but `dynamic` where it is as good, since it needs no new choice when lengths drift."""
+    """Return the shortest, but `dynamic` where it is as good, since it needs no new choice when lengths drift."""
     best = min(results, key=lambda result: result.seconds)
     good = (result for result in results if result.seconds <= GOOD_ENOUGH * best.seconds)
     return next((result for result in good if result.placement.kind == "dynamic"), best)
 
 
 def compare_recorded(rounds: Sequence[Sequence[Request]], scenario: Scenario) -> Comparison:
-    """The recorded rounds under every placement; `dynamic` plays the first ones once more before, to learn from."""
+    """Play the recorded rounds under every placement; `dynamic` plays the first ones once more before, to learn from."""
     recording = recorded(rounds, group_size=scenario.group_size)
     roles, num_rounds = in_order(list(recording.speeds)), len(recording.rounds)
     machine = Machine(recording.speeds, dict.fromkeys(roles, scenario.swap_s))

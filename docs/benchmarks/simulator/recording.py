@@ -46,7 +46,7 @@ def read_trace(path: Path) -> list[Span]:
 
 
 def requests_of(spans: Sequence[Span]) -> list[list[Request]]:
-    """The requests of each round, from one rank's spans of a trace."""
+    """Return the requests of each round, from one rank's spans of a trace."""
     rounds = [(span.began, span.began + span.seconds) for span in spans if span.name == ROUND]
     requests = [
         Request(
@@ -61,7 +61,10 @@ def requests_of(spans: Sequence[Span]) -> list[list[Request]]:
         for span in spans
         if span.name not in (ROUND, SWAP)
     ]
-    return [[one for one in requests if begin <= one.began <= end] for begin, end in rounds]
+    return [
+        [request for request in requests if begin <= request.began <= end]
+        for begin, end in rounds
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Recording:
 
 
 def recorded(rounds: Sequence[Sequence[Request]], *, group_size: int) -> Recording:
-    """The speeds and groups of recorded rounds; DataError where no round is whole."""
+    """Return the speeds and groups of recorded rounds; raise DataError where no round is whole."""
     rounds = [
         requests for requests in rounds if any(request.role == ROLLOUT for request in requests)
     ]
@@ -81,42 +84,47 @@ def recorded(rounds: Sequence[Sequence[Request]], *, group_size: int) -> Recordi
     flat = [request for requests in rounds for request in requests]
     speeds, met = _fit(flat)
     sized = (  # without counted tokens, as many as the engine made steps
-        replace(one, tokens=one.tokens or max(1e-6, seconds / speeds[one.role].step_s(depth)))
-        for one, (seconds, depth) in zip(flat, met, strict=True)
+        replace(
+            request,
+            tokens=request.tokens or max(1e-6, seconds / speeds[request.role].step_s(depth)),
+        )
+        for request, (seconds, depth) in zip(flat, met, strict=True)
     )
     groups = tuple(
         tuple(_groups(list(islice(sized, len(requests))), group_size)) for requests in rounds
     )
     seconds = [
-        max(one.ended for one in requests) - min(one.queued for one in requests)
+        max(request.ended for request in requests) - min(request.queued for request in requests)
         for requests in rounds
     ]
     return Recording(speeds, groups, tuple(seconds))
 
 
 def _groups(requests: Sequence[Request], group_size: int) -> list[SimulatedGroup]:
-    """A round's groups in the order they were drawn; scorers' requests go to completions in the order both ended."""
+    """Return groups in the order they were drawn; scorers' requests go to completions in the order both ended."""
     rollouts = sorted(
-        (one for one in requests if one.role == ROLLOUT), key=lambda one: one.number
+        (request for request in requests if request.role == ROLLOUT),
+        key=lambda request: request.number,
     )
-    by_end = sorted(rollouts, key=lambda one: one.ended)
-    sizes = {one.number: {ROLLOUT: one.tokens} for one in rollouts}
-    ended = {one.number: one.ended for one in rollouts}
-    for role in sorted({one.role for one in requests} - {ROLLOUT}):
+    by_end = sorted(rollouts, key=lambda request: request.ended)
+    sizes = {request.number: {ROLLOUT: request.tokens} for request in rollouts}
+    ended = {request.number: request.ended for request in rollouts}
+    for role in sorted({request.role for request in requests} - {ROLLOUT}):
         scorers = sorted(
-            (one for one in requests if one.role == role), key=lambda one: one.number
+            (request for request in requests if request.role == role),
+            key=lambda request: request.number,
         )
-        for place, one in enumerate(scorers):
+        for place, request in enumerate(scorers):
             scored = by_end[place * len(by_end) // len(scorers)].number
-            sizes[scored][role] = sizes[scored].get(role, 0.0) + one.tokens
-            ended[scored] = max(ended[scored], one.ended)
+            sizes[scored][role] = sizes[scored].get(role, 0.0) + request.tokens
+            ended[scored] = max(ended[scored], request.ended)
     chunks = [
         rollouts[first : first + group_size] for first in range(0, len(rollouts), group_size)
     ]
-    ends = [max(ended[one.number] for one in chunk) for chunk in chunks]
+    ends = [max(ended[request.number] for request in chunk) for chunk in chunks]
     return [
         SimulatedGroup(
-            tuple(sizes[one.number] for one in chunk),
+            tuple(sizes[request.number] for request in chunk),
             after=sum(end <= chunk[0].queued for end in ends),
         )
         for chunk in chunks
@@ -125,7 +133,7 @@ def _groups(requests: Sequence[Request], group_size: int) -> list[SimulatedGroup
 
 @dataclass(frozen=True, slots=True)
 class Steps(Speed):
-    """`seconds[i]` a step with `depths[i]` in flight; beyond both ends the slope is `each`."""
+    """`seconds[i]` a step with `depths[i]` in flight; beyond both ends the slope is `per_request`."""
 
     depths: tuple[float, ...] = ()
     seconds: tuple[float, ...] = ()
@@ -133,11 +141,11 @@ class Steps(Speed):
     def step_s(self, in_flight: float) -> float:
         place = bisect_left(self.depths, in_flight)
         if place == len(self.depths):
-            return self.seconds[-1] + self.each * (in_flight - self.depths[-1])
+            return self.seconds[-1] + self.per_request * (in_flight - self.depths[-1])
         if place == 0:
             return max(
                 min(self.base, self.seconds[0]),
-                self.seconds[0] - self.each * (self.depths[0] - in_flight),
+                self.seconds[0] - self.per_request * (self.depths[0] - in_flight),
             )
         before, after = self.depths[place - 1], self.depths[place]
         share = (in_flight - before) / (after - before)
@@ -145,20 +153,21 @@ class Steps(Speed):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Sample:
     tokens: float  # that one request got
     seconds: float  # of its engine
     depth: float  # requests in flight there
 
 
-def curve(line: Speed, seen: Sequence[Seen]) -> Steps:
-    """Points at the depths that were met, each the mean of the requests around it; a deeper step is never shorter.
+def curve(line: Speed, samples: Sequence[Sample]) -> Steps:
+    """Fit points at the depths that were met, each the mean of the requests around it; a deeper step is never shorter.
 
     The last few requests, too few for a point, join the point before them.
     """
-    points: list[list[Seen]] = []
+    points: list[list[Sample]] = []
     for _, of_edge in groupby(
-        sorted(seen, key=lambda one: one.depth), key=lambda one: bisect_left(_EDGES, one.depth)
+        sorted(samples, key=lambda sample: sample.depth),
+        key=lambda sample: bisect_left(_EDGES, sample.depth),
     ):
         if not points or len(points[-1]) >= _ENOUGH:
             points.append([])
@@ -166,16 +175,16 @@ def curve(line: Speed, seen: Sequence[Seen]) -> Steps:
     if len(points) > 1 and len(points[-1]) < _ENOUGH:
         few = points.pop()
         points[-1].extend(few)
-    tokens = [sum(one.tokens for one in point) for point in points]
+    tokens = [sum(sample.tokens for sample in point) for point in points]
     depths = [
-        sum(one.tokens * one.depth for one in point) / all_
+        sum(sample.tokens * sample.depth for sample in point) / all_
         for point, all_ in zip(points, tokens, strict=True)
     ]
     steps = [
-        sum(one.seconds for one in point) / all_
+        sum(sample.seconds for sample in point) / all_
         for point, all_ in zip(points, tokens, strict=True)
     ]
-    return Steps(line.base, line.each, tuple(depths), tuple(accumulate(steps, max)))
+    return Steps(line.base, line.per_request, tuple(depths), tuple(accumulate(steps, max)))
 
 
 _Met = list[
@@ -188,33 +197,36 @@ def _fit(requests: Sequence[Request]) -> tuple[dict[str, Steps], _Met]:
     met: _Met = []
     for _ in range(_PASSES):  # depth is counted in steps, and their length is what is fitted
         met = _met(requests, speeds)
-        seen: dict[str, list[Seen]] = {}
-        for one, (seconds, depth) in zip(requests, met, strict=True):
+        samples: dict[str, list[Sample]] = {}
+        for request, (seconds, depth) in zip(requests, met, strict=True):
             if seconds > 0:
-                seen.setdefault(one.role, []).append(Seen(one.tokens or 1.0, seconds, depth))
+                samples.setdefault(request.role, []).append(
+                    Sample(request.tokens or 1.0, seconds, depth)
+                )
         speeds = {}
-        for role, of_role in seen.items():
+        for role, of_role in samples.items():
             sums = Sums()
-            for saw in of_role:
-                sums.observe(seconds=saw.seconds, depth=saw.depth, size=saw.tokens)
+            for sample in of_role:
+                sums.observe(seconds=sample.seconds, depth=sample.depth, size=sample.tokens)
             speeds[role] = curve(sums.speed(), of_role)
     return speeds, met
 
 
 def _met(requests: Sequence[Request], speeds: Mapping[str, Speed]) -> _Met:
-    begins = [(one.began, 1, index) for index, one in enumerate(requests)]
-    ends = [(one.ended, 0, index) for index, one in enumerate(requests)]
+    begins = [(request.began, 1, index) for index, request in enumerate(requests)]
+    ends = [(request.ended, 0, index) for index, request in enumerate(requests)]
     of_role = {
-        role: speeds.get(role, UNKNOWN) for role in dict.fromkeys(one.role for one in requests)
+        role: speeds.get(role, UNKNOWN)
+        for role in dict.fromkeys(request.role for request in requests)
     }
     clocks: dict[int, SlotClock] = {}
     begun: dict[int, Reading] = {}
     met: _Met = [(0.0, 1.0)] * len(requests)
     for when, is_begin, index in sorted(begins + ends):
-        one = requests[index]
-        clock = clocks.setdefault(one.slot, SlotClock(of_role, when))
+        request = requests[index]
+        clock = clocks.setdefault(request.slot, SlotClock(of_role, when))
         if is_begin:
-            begun[index] = clock.change(one.role, 1, when)
+            begun[index] = clock.change(request.role, 1, when)
         else:
-            met[index] = clock.change(one.role, -1, when).since(begun[index])[:2]
+            met[index] = clock.change(request.role, -1, when).since(begun[index])[:2]
     return met

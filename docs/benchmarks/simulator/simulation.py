@@ -92,7 +92,7 @@ class _Engine:
             heapq.heappush(self.ends, (self.tokens + size, request))
 
     def next_end(self) -> tuple[float, int]:
-        """(its own seconds from now, request)."""
+        """Return (its own seconds from now, request)."""
         tokens, request = self.ends[0] if self.ends else (math.inf, -1)
         if tokens <= self.tokens:
             return 0.0, request
@@ -107,7 +107,7 @@ class _Engine:
         return max(seconds, 0.0) + (tokens - self.tokens) * self.step_s, request
 
     def work(self, seconds: float) -> None:
-        """Prompts are read one after the other, and the reading of one writes its first token."""
+        """Read prompts one after the other, and write tokens; the reading of one writes its first token."""
         while self.reading and self.read_s + seconds >= self.reading_s - _ROUNDING_S:
             seconds = max(0.0, seconds - (self.reading_s - self.read_s))
             size, request = self.reading.popleft()
@@ -142,7 +142,7 @@ class VirtualSlot:
         engine.tokens, _ = heapq.heappop(engine.ends)  # exactly there, whatever the rounding
 
     def next_end(self) -> tuple[float, int, str] | None:
-        """(time, request, role) of the request that ends first if no other starts."""
+        """Return (time, request, role) of the request that ends first if no other starts."""
         busy = self._busy()
         ends = []
         for role, engine in busy:
@@ -161,9 +161,9 @@ class VirtualSlot:
         return [item for item in self._engines.items() if item[1].ends or item[1].reading]
 
 
-def of_engines(one: Speed, count: int) -> Speed:
-    """The speed of a slot on which a role has so many engines side by side, which share its requests evenly."""
-    return Speed(one.base, one.each / count)
+def of_engines(speed: Speed, count: int) -> Speed:
+    """Return the speed of a slot on which a role has so many engines, which share its requests evenly."""
+    return Speed(speed.base, speed.per_request / count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class Outcome:
 
     @property
     def lanes(self) -> list[Span]:
-        """Requests, by their role, and swaps; slots count on from machine to machine."""
+        """Return requests, by their role, and swaps; slots count on from machine to machine."""
         return [Span(name, 0, slot, began, seconds) for name, slot, began, seconds in self.uses]
 
     @property
@@ -271,10 +271,10 @@ class SimulatedRound:
         self._act(now, changed=[])
         while self._events:
             now, _, slot, stamp, request = heapq.heappop(self._events)
-            machine, own = divmod(slot, self._num_slots)
+            machine, machine_slot = divmod(slot, self._num_slots)
             self._has_news.add(machine)
             if stamp == _SWAP_ENDS:
-                self.allocators[machine].swapped(own, now)
+                self.allocators[machine].swapped(machine_slot, now)
                 self._act(now, changed=[])
             elif stamp == self._stamps[slot]:
                 self._end_request(slot, request, now)

@@ -13,13 +13,13 @@ _SERIAL_ERROR = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds of an engine's step: `base + each * n` with n requests in flight."""
+    """Seconds of an engine's step: `base + per_request * n` with n requests in flight."""
 
     base: float
-    each: float
+    per_request: float
 
     def step_s(self, in_flight: float) -> float:
-        return self.base + self.each * in_flight
+        return self.base + self.per_request * in_flight
 
 
 UNKNOWN = Speed(1.0, 0.0)  # before anything is measured: all steps take equally long
@@ -67,19 +67,19 @@ class Sums:
         spread = self.depth_squared / self.size - depth * depth
         covariance = self.depth_step_s / self.size - depth * step_s
         # Requests that all ran at one depth do not show the slope: then assume that the step is all slope.
-        each = covariance / spread if spread > 0.01 * depth * depth else step_s / depth
-        each = min(max(each, 0.0), step_s / depth)
+        per_request = covariance / spread if spread > 0.01 * depth * depth else step_s / depth
+        per_request = min(max(per_request, 0.0), step_s / depth)
         # The squared errors of both explanations, a token.
         line_error = (
             self.step_s_squared / self.size
             - step_s * step_s
-            - each * (2 * covariance - each * spread)
+            - per_request * (2 * covariance - per_request * spread)
         )
         explained = self.served_step_s**2 / self.served_squared
         served_error = (self.step_s_squared - explained) / self.size
         if served_error < _SERIAL_ERROR * line_error:
             return Speed(0.0, step_s / depth)
-        return Speed(step_s - each * depth, each)
+        return Speed(step_s - per_request * depth, per_request)
 
 
 class Reading(NamedTuple):

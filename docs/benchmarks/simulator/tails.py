@@ -1,8 +1,8 @@
 """What whole steps take where the tail of a round is met: rounds ahead, streams, and completions that are carried over.
 
-Steps in virtual time, of rollouts and training alone. An engine's step takes `base + each * n` seconds with n requests
-in flight, each request grows by one token in it, and a request goes to the slot with the fewest in flight. Training is
-divided evenly by the slots that train. Reading prompts again after a round, judges and syncs are left out.
+Steps in virtual time, of rollouts and training alone. An engine's step takes `base + per_request * n` seconds with n
+requests in flight, each request grows by one token in it, and a request goes to the slot with the fewest in flight.
+Training is divided evenly by the slots that train. Reading prompts again after a round, judges and syncs are left out.
 """
 
 import heapq
@@ -31,17 +31,17 @@ _EARLY = 3  # rounds in which the bias towards short completions shows
 
 @dataclass(frozen=True, slots=True)
 class Drafting(Speed):
-    """Of an engine that drafts where that is faster: `num_drafted` tokens of each request, of which the first is
+    """The speed of an engine that drafts where that is faster: `num_drafted` tokens of each request, of which the first is
     accepted with this probability, and each further one with the same after it. A pass computes all of them."""
 
     num_drafted: int = 4
     accepted: float = 0.5
 
     def step_s(self, in_flight: float) -> float:
-        """Seconds for one token of each request."""
-        checked_s = self.base + self.each * in_flight * (1 + self.num_drafted)
+        """Return the seconds for one token of each request."""
+        checked_s = self.base + self.per_request * in_flight * (1 + self.num_drafted)
         gained = sum(self.accepted**place for place in range(1 + self.num_drafted))
-        return min(self.base + self.each * in_flight, checked_s / gained)
+        return min(self.base + self.per_request * in_flight, checked_s / gained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,12 @@ def compare_tails(
     drafts: tuple[int, float] | None = None,
     max_staleness: Sequence[int] = (),
 ) -> list[Played]:
-    """Every way; those with engines apart from training by the division that is shortest. `drafts`: tokens, and the
-    share of them that is accepted. `max_staleness`: of the streams."""
+    """Play every strategy; those with engines apart from training by the division that is shortest. `drafts`: tokens,
+    and the share of them that is accepted. `max_staleness`: of the streams."""
     together = [_play(steps, lengths_at, factor) for factor in (1.0, oversample)]
     drafting = []
     if drafts is not None:
-        speed = Drafting(steps.speed.base, steps.speed.each, *drafts)
+        speed = Drafting(steps.speed.base, steps.speed.per_request, *drafts)
         played = _play(replace(steps, speed=speed), lengths_at, 1.0)
         drafting.append(replace(played, name=f"drafts of {drafts[0]}"))
     return [
@@ -117,9 +117,9 @@ def compare_steps(
     max_staleness: Sequence[int] = (),
     sync_s: float = 0.0,
 ) -> list[Played]:
-    """`compare_tails` of a run's requests, round by round, or of assumed lengths where they are None.
+    """Call `compare_tails` for a run's requests, round by round, or for assumed lengths where they are None.
 
-    ConfigError where there is no slot to divide.
+    Raise ConfigError where there is no slot to divide.
     """
     if scenario.num_slots < 2:
         raise ConfigError(
@@ -141,7 +141,7 @@ def compare_steps(
 
 
 def recorded_lengths(rounds: Sequence[Sequence[SimulatedGroup]]) -> LengthsAt:
-    """Of a recorded run's groups, in their order, over and over."""
+    """Take the lengths of a recorded run's groups, in their order, over and over."""
     groups = [_lengths(group) for groups in rounds for group in groups]
     return lambda position: groups[position % len(groups)]
 
@@ -151,7 +151,7 @@ def _lengths(group: SimulatedGroup) -> list[float]:
 
 
 def _play(steps: Steps, lengths_at: LengthsAt, oversample: float) -> Played:
-    """All slots write, and then all train."""
+    """Play steps in which all slots write, and then all train."""
     rounds, lengths = _rounds(steps, lengths_at, steps.num_slots, oversample)
     name = "as it is" if oversample == 1 else f"--oversample {oversample:g}"
     seconds = fmean(rounds) + steps.train_s + steps.swap_s
@@ -159,23 +159,25 @@ def _play(steps: Steps, lengths_at: LengthsAt, oversample: float) -> Played:
 
 
 def _divided(steps: Steps, lengths_at: LengthsAt, oversample: float, *, ahead: bool) -> Played:
-    """Some slots write and the others train: in turn, or with `ahead` both at once."""
-    found = []
+    """Let some slots write and the others train: in turn, or with `ahead` both at once."""
+    played = []
     for rolling in _divisions(steps.num_slots):
         rounds, lengths = _rounds(steps, lengths_at, rolling, oversample)
         train_s = steps.train_s * steps.num_slots / (steps.num_slots - rolling)
-        each = [max(round_s, train_s) if ahead else round_s + train_s for round_s in rounds]
+        step_seconds = [
+            max(round_s, train_s) if ahead else round_s + train_s for round_s in rounds
+        ]
         name = "both" if oversample > 1 else "--max-staleness 1" if ahead else "apart, in turn"
-        found.append(
+        played.append(
             Played(
                 name,
-                fmean(each),
+                fmean(step_seconds),
                 fmean(lengths[: _EARLY * steps.need]),
                 fmean(lengths),
                 rolling,
             )
         )
-    return min(found, key=lambda one: one.seconds)
+    return min(played, key=lambda division: division.seconds)
 
 
 def _divisions(num_slots: int) -> range:
@@ -183,12 +185,12 @@ def _divisions(num_slots: int) -> range:
 
 
 def _divided_stream(steps: Steps, lengths_at: LengthsAt, limit: int) -> Played:
-    """The stream (`--max-staleness` of 2 and more) by the division that is shortest."""
+    """Play the stream (`--max-staleness` of 2 and more) by the division that is shortest."""
     played = [
         Stream(steps, lengths_at, limit, rolling).play()
         for rolling in _divisions(steps.num_slots)
     ]
-    return min(played, key=lambda way: way.seconds)
+    return min(played, key=lambda division: division.seconds)
 
 
 @dataclass(slots=True)
@@ -324,7 +326,7 @@ def round_seconds(steps: Steps, lengths_at: LengthsAt) -> float:
 def _rounds(
     steps: Steps, lengths_at: LengthsAt, num_slots: int, oversample: float
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each round, and the mean tokens of each group trained on, in their order."""
+    """Return the seconds of each round, and the mean tokens of each group trained on, in their order."""
     pool: list[_Group] = []
     seconds, trained, position = [], list[float](), 0
     for _ in range(steps.num_steps):
@@ -335,15 +337,16 @@ def _rounds(
         seconds.append(_round(pool, steps.need, num_slots, steps.speed))
         whole = [group for group in pool if not group.left][: steps.need]
         trained += [fmean(group.lengths) for group in whole]
-        pool = [group for group in pool if not any(group is one for one in whole)]
+        trained_ids = {id(group) for group in whole}
+        pool = [group for group in pool if id(group) not in trained_ids]
     return seconds, trained
 
 
 def _round(pool: Sequence[_Group], need: int, num_slots: int, speed: Speed) -> float:
     """Write until `need` groups of the pool are whole; what the others have is kept. All begin at once."""
-    asked = [(left, group, index) for group in pool for index, left in group.left.items()]
+    requests = [(left, group, index) for group in pool for index, left in group.left.items()]
     slots = [
-        _Slot(sorted(asked[first::num_slots], key=lambda one: one[0]), speed)
+        _Slot(sorted(requests[first::num_slots], key=lambda request: request[0]), speed)
         for first in range(num_slots)
     ]
     ends = heapq.merge(*(slot.ends() for slot in slots), key=lambda end: end[0])
@@ -353,7 +356,7 @@ def _round(pool: Sequence[_Group], need: int, num_slots: int, speed: Speed) -> f
         del group.left[index]
         done += not group.left
     for slot in slots:
-        for left, group, index in slot.asked:
+        for left, group, index in slot.requests:
             if index in group.left:
                 group.left[index] = max(_LEAST, left - slot.tokens_at(now))
     return now
@@ -362,25 +365,25 @@ def _round(pool: Sequence[_Group], need: int, num_slots: int, speed: Speed) -> f
 class _Slot:
     """Requests that begin together, the shortest first."""
 
-    def __init__(self, asked: Sequence[tuple[float, _Group, int]], speed: Speed) -> None:
-        self.asked = asked
+    def __init__(self, requests: Sequence[tuple[float, _Group, int]], speed: Speed) -> None:
+        self.requests = requests
         self._speed = speed
         self._times = [0.0]
-        for number, (left, _, _) in enumerate(asked):
-            before = asked[number - 1][0] if number else 0.0
+        for number, (left, _, _) in enumerate(requests):
+            before = requests[number - 1][0] if number else 0.0
             self._times.append(
-                self._times[-1] + (left - before) * speed.step_s(len(asked) - number)
+                self._times[-1] + (left - before) * speed.step_s(len(requests) - number)
             )
 
     def ends(self) -> Iterator[tuple[float, _Group, int]]:
-        for at, (_, group, index) in zip(self._times[1:], self.asked, strict=True):
+        for at, (_, group, index) in zip(self._times[1:], self.requests, strict=True):
             yield at, group, index
 
     def tokens_at(self, now: float) -> float:
-        """Of each request that is not whole then."""
+        """Return the tokens of each request that is not whole then."""
         ended = bisect_right(self._times, now) - 1
-        before = self.asked[ended - 1][0] if ended else 0.0
-        in_flight = len(self.asked) - ended
+        before = self.requests[ended - 1][0] if ended else 0.0
+        in_flight = len(self.requests) - ended
         return (
             before + (now - self._times[ended]) / self._speed.step_s(in_flight)
             if in_flight

@@ -79,28 +79,30 @@ async def figures(
             await engine._call("held_policy")
             marks.append(time.perf_counter())
             assert engine.verified_share == 1.0
-        for one, (begin, end) in zip(stages.values(), pairwise(marks), strict=loads):
-            one.append(end - begin)
-    said: dict[str, Any] = {"MB": num_bytes / 1e6} | {
+        for durations, (begin, end) in zip(stages.values(), pairwise(marks), strict=loads):
+            durations.append(end - begin)
+    results: dict[str, Any] = {"MB": num_bytes / 1e6} | {
         name: min(times[1:]) for name, times in stages.items() if times
     }
     if not loads:
-        return said
+        return results
     prompts = [[504, 3575, 282, 4649, 314, 100 + number] for number in range(_AT_ONCE)]
     for _ in range(2):
         began = time.perf_counter()
-        answers = await asyncio.gather(
+        completions = await asyncio.gather(
             *(engine.complete(prompt, seed) for seed, prompt in enumerate(prompts))
         )
-        said["tokens_per_s"] = sum(len(one.token_ids) for one in answers) / (
-            time.perf_counter() - began
-        )
-    said["greedy"] = [await engine.complete(prompt, 0, greedy=True) for prompt in prompts[:4]]
+        results["tokens_per_s"] = sum(
+            len(completion.token_ids) for completion in completions
+        ) / (time.perf_counter() - began)
+    results["greedy"] = [
+        await engine.complete(prompt, 0, greedy=True) for prompt in prompts[:4]
+    ]
     await engine.close()
-    return said
+    return results
 
 
-def measured(kind: str, model: Path, dtype: str, *, loads: bool) -> dict[str, Any]:
+def measure_kind(kind: str, model: Path, dtype: str, *, loads: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     policy = get_peft_model(
@@ -145,36 +147,34 @@ def main() -> None:
         model = fetch_model(resolve_model(name, trust_remote_code=False), log=Path(os.devnull))
         if job.model in SHAPES:
             model = write_model(job.model, Path(folder), tokenizer=model)
-        found = {
-            kind: measured(kind, model, job.dtype, loads=not job.no_engine)
+        results = {
+            kind: measure_kind(kind, model, job.dtype, loads=not job.no_engine)
             for kind in job.kinds.split(",")
         }
-    said = [one.pop("greedy", []) for one in found.values()]
+    greedy = [result.pop("greedy", []) for result in results.values()]
     print(
         json.dumps(
-            {"machine": describe_machine(), "model": job.model, "dtype": job.dtype, **found},
+            {"machine": describe_machine(), "model": job.model, "dtype": job.dtype, **results},
             indent=2,
         )
     )
-    for kind, answers in () if job.no_engine else list(zip(found, said, strict=True))[1:]:
-        print(
-            json.dumps(
-                {
-                    f"{kind} against the first": compared(
-                        list(zip(said[0], answers, strict=True))
-                    )
-                }
-            )
-        )
+    if not job.no_engine:
+        for kind, completions in list(zip(results, greedy, strict=True))[1:]:
+            pairs = list(zip(greedy[0], completions, strict=True))
+            print(json.dumps({f"{kind} against the first": compare(pairs)}))
 
 
-def compared(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
-    """How many completions are the same, and the largest difference of a log-probability where they are."""
+def compare(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """Count the completions that are the same, and find the largest gap of a log-probability where they are."""
     gaps, same = [], 0
-    for one, other in pairs:
-        same += one.token_ids == other.token_ids
+    for reference, completion in pairs:
+        same += reference.token_ids == completion.token_ids
         for a, b, first, second in zip(
-            one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False
+            reference.token_ids,
+            completion.token_ids,
+            reference.logprobs,
+            completion.logprobs,
+            strict=False,
         ):
             gaps.append(abs(first - second))
             if a != b:

@@ -54,20 +54,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--world", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--per-rank", type=int, nargs="+", default=[4, 8, 16])
-    told = parser.parse_args()
+    arguments = parser.parse_args()
     print(
         "| ranks | groups a rank | before, mean | before, worst | after, mean | after, worst | groups moved |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for world in told.world:
-        for per_rank in told.per_rank:
-            seen = [
-                deal_once(seed, world=world, per_rank=per_rank) for seed in range(told.seeds)
+    for world in arguments.world:
+        for per_rank in arguments.per_rank:
+            deals = [
+                deal_once(seed, world=world, per_rank=per_rank)
+                for seed in range(arguments.seeds)
             ]
-            before, after = [one.before for one in seen], [one.after for one in seen]
+            before, after = [deal.before for deal in deals], [deal.after for deal in deals]
             figures = f"{mean(before):.3f} | {max(before):.3f} | {mean(after):.3f} | **{max(after):.3f}**"
             print(
-                f"| {world} | {per_rank} | {figures} | {mean(one.moved for one in seen):.0%} |"
+                f"| {world} | {per_rank} | {figures} | {mean(deal.moved for deal in deals):.0%} |"
             )
 
 

@@ -60,12 +60,14 @@ class MadeUpRewards(RewardPool):
     async def close(self) -> None:
         pass
 
-    async def score(self, prompts: Sequence[Any], *told: Any, **more: Any) -> list[list[Score]]:
+    async def score(
+        self, prompts: Sequence[Any], *arguments: Any, **more: Any
+    ) -> list[list[Score]]:
         return [[Score(float(index))] for index in range(len(prompts))]
 
 
 def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Path) -> None:
-    """One controller, from its first round to its last; its processor seconds and bytes go to `answer`."""
+    """Run one controller, from its first round to its last; write its processor seconds and bytes to `answer`."""
     pool, remote = SlotPool(len(engines)), None
     if world > 1:
         dist.init_process_group(
@@ -110,13 +112,13 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
     for step in range(1, job["rounds"] + 1):
         rounds.next_round(step=step, num_groups=groups)
     allocator = _used_by(job.get("allocator_pid")) - allocator
-    told = {
+    usage = {
         "cpu_s": _used() - before,
         "allocator_cpu_s": allocator,
         "wall_s": time.perf_counter() - began,
         "peer_bytes": peers.bytes_sent - moved,
     }
-    answer.write_text(json.dumps(told))
+    answer.write_text(json.dumps(usage))
     rounds.close()
     if world > 1:
         dist.barrier()
@@ -133,7 +135,7 @@ def _used_by(pid: int | None) -> float:
 
 
 def measure(world: int, num_engines: int, job: Job) -> dict[str, Any]:
-    """`world` controllers over `num_engines` engines, in processes of their own; nothing is left of them."""
+    """Run `world` controllers over `num_engines` engines, in processes of their own; leave nothing of them."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         job = job | {"meeting": str(folder / "meeting"), "allocator": str(folder / "allocator")}
@@ -155,7 +157,7 @@ def measure(world: int, num_engines: int, job: Job) -> dict[str, Any]:
                 process.join(job["timeout_s"])
                 if process.exitcode != 0:
                     raise RuntimeError(f"a controller of {world} ended with {process.exitcode}")
-            told = [json.loads(answer.read_text()) for answer in answers]
+            usages = [json.loads(answer.read_text()) for answer in answers]
         finally:
             for process in (*controllers, *engines):
                 process.kill()
@@ -172,14 +174,15 @@ def measure(world: int, num_engines: int, job: Job) -> dict[str, Any]:
         * job["group_size"]
         * job["payload_bytes"]
     )
+    allocator_cpu_s = usages[0]["allocator_cpu_s"]
     return {
         "controllers": world,
         "engines": num_engines,
-        "cpu_s_mean": (sum(one["cpu_s"] for one in told) + told[0]["allocator_cpu_s"]) / world,
-        "allocator_cpu_s": told[0]["allocator_cpu_s"],
-        "cpu_s_busiest": max(one["cpu_s"] for one in told) + told[0]["allocator_cpu_s"] / world,
-        "bytes_busiest": through_engines + max(one["peer_bytes"] for one in told),
-        "wall_s": max(one["wall_s"] for one in told),
+        "cpu_s_mean": (sum(usage["cpu_s"] for usage in usages) + allocator_cpu_s) / world,
+        "allocator_cpu_s": allocator_cpu_s,
+        "cpu_s_busiest": max(usage["cpu_s"] for usage in usages) + allocator_cpu_s / world,
+        "bytes_busiest": through_engines + max(usage["peer_bytes"] for usage in usages),
+        "wall_s": max(usage["wall_s"] for usage in usages),
     }
 
 
@@ -209,22 +212,26 @@ def main() -> None:
         "--timeout", type=float, default=900.0, help="seconds for one row of the table"
     )
     parser.add_argument("--output", type=Path, default=Path("runs/coordination"))
-    told = parser.parse_args()
-    job: Job = {"groups": told.groups, "group_size": told.group_size, "rounds": told.rounds}
-    job |= {"payload_bytes": int(told.payload_mb * 1e6), "timeout_s": told.timeout}
-    told.output.mkdir(parents=True, exist_ok=True)
+    arguments = parser.parse_args()
+    job: Job = {
+        "groups": arguments.groups,
+        "group_size": arguments.group_size,
+        "rounds": arguments.rounds,
+    }
+    job |= {"payload_bytes": int(arguments.payload_mb * 1e6), "timeout_s": arguments.timeout}
+    arguments.output.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
         "job": job,
         "machine": describe_machine(),
         "parallel": [],
         "central": [],
     }
-    for number in told.controllers:
+    for number in arguments.controllers:
         results["parallel"].append(measure(number, number, job))
         results["central"].append(measure(1, number, job))
-        (told.output / "results.json").write_text(json.dumps(results, indent=2))
+        (arguments.output / "results.json").write_text(json.dumps(results, indent=2))
     print(as_markdown(results))
-    draw(results, told.output / "coordination.png")
+    draw(results, arguments.output / "coordination.png")
 
 
 if __name__ == "__main__":

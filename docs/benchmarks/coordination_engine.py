@@ -14,7 +14,7 @@ _SEED = re.compile(rb'"seed": ?(\d+)')
 
 
 def serve(path: Path, rounds: int) -> None:
-    """Until killed."""
+    """Serve until killed."""
     asyncio.run(_serve(path))
 
 

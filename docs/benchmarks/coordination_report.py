@@ -9,7 +9,7 @@ FLAT = 1.2
 
 
 def as_markdown(results: Mapping[str, Any]) -> str:
-    """The table, ready to paste."""
+    """Write the table, ready to paste."""
     job = results["job"]
     rounds = f"{job['rounds']} rounds of {job['groups']} groups x {job['group_size']} completions a controller"
     lines = [
@@ -18,25 +18,28 @@ def as_markdown(results: Mapping[str, Any]) -> str:
         "| N | parallel: CPU s a controller | busiest | MB through the busiest | central: CPU s | MB through it |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for one, other in zip(results["parallel"], results["central"], strict=True):
-        parallel = f"{one['cpu_s_mean']:.2f} | {one['cpu_s_busiest']:.2f} | {one['bytes_busiest'] / 1e6:.0f}"
-        central = f"{other['cpu_s_busiest']:.2f} | {other['bytes_busiest'] / 1e6:.0f}"
-        lines.append(f"| {one['controllers']} | {parallel} | {central} |")
+    for parallel_row, central_row in zip(results["parallel"], results["central"], strict=True):
+        seconds = f"{parallel_row['cpu_s_mean']:.2f} | {parallel_row['cpu_s_busiest']:.2f}"
+        parallel = f"{seconds} | {parallel_row['bytes_busiest'] / 1e6:.0f}"
+        central = (
+            f"{central_row['cpu_s_busiest']:.2f} | {central_row['bytes_busiest'] / 1e6:.0f}"
+        )
+        lines.append(f"| {parallel_row['controllers']} | {parallel} | {central} |")
     lines += ["", _verdict(results), "", _machine(results["machine"])]
     return "\n".join(lines)
 
 
 def _verdict(results: Mapping[str, Any]) -> str:
-    rows = {one["controllers"]: one for one in results["parallel"]}
+    rows = {row["controllers"]: row for row in results["parallel"]}
     if 2 not in rows or len(rows) < 2:
         return "Too few rows to compare."
     last = max(rows)
     by_mean = rows[last]["cpu_s_mean"] / rows[2]["cpu_s_mean"]
     by_busiest = rows[last]["cpu_s_busiest"] / rows[2]["cpu_s_busiest"]
     central = results["central"][-1]["cpu_s_busiest"] / results["central"][0]["cpu_s_busiest"]
-    held = "holds" if by_mean <= FLAT else "misses"
+    verdict = "holds" if by_mean <= FLAT else "misses"
     return (
-        f"{last} over 2 controllers: CPU seconds of a controller x {by_mean:.2f} ({held} <= {FLAT:g}), of the busiest "
+        f"{last} over 2 controllers: CPU seconds of a controller x {by_mean:.2f} ({verdict} <= {FLAT:g}), of the busiest "
         f"x {by_busiest:.2f}. The central one, {results['central'][-1]['engines']} over 1 engines: x {central:.1f}."
     )
 
@@ -46,7 +49,7 @@ def _machine(machine: Mapping[str, Any]) -> str:
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """Both ways, processor seconds and megabytes of the busiest process over N, on logarithmic axes."""
+    """Draw processor seconds and megabytes of the busiest process over N, central and parallel, on logarithmic axes."""
     import matplotlib
 
     matplotlib.use("Agg")

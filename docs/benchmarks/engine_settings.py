@@ -44,7 +44,7 @@ def changed(
     variables: Mapping[str, str] | None = None,
     cores: tuple[int, ...] | None = None,
 ) -> Iterator[Engines]:
-    """The engines of `placement`, with other options, other variables or more cores than ycore gives them."""
+    """Run the engines of `placement` with other options, other variables or more cores than ycore gives them."""
     command, environment, plan = (
         placement_engines.engine_command, placement_engines.engine_environment, placement_engines._engine,
     )  # fmt: skip
@@ -52,8 +52,8 @@ def changed(
     def with_words(engine: EngineSpec) -> list[str]:
         return [*command(engine), *(word for item in (words or {}).items() for word in item)]
 
-    def with_cores(*given: object) -> EngineSpec:
-        engine = plan(*given)  # type: ignore[arg-type]
+    def with_cores(*arguments: object) -> EngineSpec:
+        engine = plan(*arguments)  # type: ignore[arg-type]
         return replace(engine, cores=cores or engine.cores)
 
     try:
@@ -72,22 +72,22 @@ def changed(
 
 
 async def seconds_of(work: Callable[[], Awaitable[object]], *, repeats: int) -> list[float]:
-    """After one that warms up."""
-    told = []
+    """Time `repeats` calls, after one that warms up."""
+    seconds = []
     for _ in range(1 + repeats):
         began = time.perf_counter()
         await work()
-        told.append(round(time.perf_counter() - began, 3))
-    return told[1:]
+        seconds.append(round(time.perf_counter() - began, 3))
+    return seconds[1:]
 
 
 async def write_groups(
     engine: SeededEngine, prompt_tokens: int, *, groups: int = _GROUPS
 ) -> None:
-    """`_GROUP_SIZE` completions of each of so many prompts that nobody has read before."""
+    """Write `_GROUP_SIZE` completions of each of so many prompts that nobody has read before."""
     prompts = [[random.randrange(3, 9000) for _ in range(prompt_tokens)] for _ in range(groups)]
-    asked = [(prompt, seed) for prompt in prompts for seed in range(_GROUP_SIZE)]
-    await asyncio.gather(*(engine.write(prompt, seed, _TOKENS) for prompt, seed in asked))
+    requests = [(prompt, seed) for prompt in prompts for seed in range(_GROUP_SIZE)]
+    await asyncio.gather(*(engine.write(prompt, seed, _TOKENS) for prompt, seed in requests))
 
 
 async def blocks(engine: SeededEngine, repeats: int) -> dict[str, list[float]]:
@@ -114,13 +114,13 @@ async def spin(engines: Sequence[SeededEngine], repeats: int) -> dict[str, list[
 
 
 def time_starts(job: argparse.Namespace) -> Iterator[tuple[str, object]]:
-    told: dict[str, list[float]] = {"spawned": [], "forked": []}
+    seconds: dict[str, list[float]] = {"spawned": [], "forked": []}
     for _ in range(job.repeats):
-        for how, value in zip(told, ("0", "1"), strict=True):
+        for start_method, value in zip(seconds, ("0", "1"), strict=True):
             began = time.perf_counter()
             with changed(job, job.output, variables={FORKED: value}):
-                told[how].append(round(time.perf_counter() - began, 1))
-    yield from told.items()
+                seconds[start_method].append(round(time.perf_counter() - began, 1))
+    yield from seconds.items()
 
 
 def time_blocks(job: argparse.Namespace) -> Iterator[tuple[str, object]]:
@@ -139,16 +139,16 @@ PARTS = {"starts": time_starts, "blocks": time_blocks, "spin": time_spin}
 
 
 def main() -> None:
-    job = arguments()
+    job = parse_arguments()
     job.output.mkdir(parents=True, exist_ok=True)
-    told: dict[str, object] = {"machine": describe_machine()}
+    results: dict[str, object] = {"machine": describe_machine()}
     for part in job.only:
-        told |= PARTS[part](job)
-    (job.output / "results.json").write_text(json.dumps(told, indent=2))
-    print(json.dumps(told, indent=2))
+        results |= PARTS[part](job)
+    (job.output / "results.json").write_text(json.dumps(results, indent=2))
+    print(json.dumps(results, indent=2))
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -25,16 +25,16 @@ def by_transformers(
 ) -> list[str]:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    told = []
+    answers = []
     for chat in chats:
         ids = tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         written = model.generate(**ids, max_new_tokens=num_tokens, do_sample=False)
-        told.append(
+        answers.append(
             tokenizer.decode(written[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
         )
-    return told
+    return answers
 
 
 def by_llama_cpp(file: Path, chats: list[list[dict[str, str]]], num_tokens: int) -> list[str]:
@@ -46,8 +46,8 @@ def by_llama_cpp(file: Path, chats: list[list[dict[str, str]]], num_tokens: int)
         1,
     )
     server = xllamacpp.Server(params)
-    asked = {"max_tokens": num_tokens, "temperature": 0.0, "cache_prompt": False}
-    answers = [server.handle_chat_completions({"messages": chat, **asked}) for chat in chats]
+    sampling = {"max_tokens": num_tokens, "temperature": 0.0, "cache_prompt": False}
+    answers = [server.handle_chat_completions({"messages": chat, **sampling}) for chat in chats]
     return [answer["choices"][0]["message"]["content"] for answer in answers]
 
 
@@ -60,21 +60,25 @@ def main() -> None:
     parser.add_argument("--dataset", default="task:addition?digits=1")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=24)
-    told = parser.parse_args()
+    arguments = parser.parse_args()
     config = RunConfig(
-        model=str(told.folder), dataset=told.dataset, rewards=[RewardConfig(reward="length")], output="none",
-        split="test", limit=told.limit,
+        model=str(arguments.folder), dataset=arguments.dataset, rewards=[RewardConfig(reward="length")], output="none",
+        split="test", limit=arguments.limit,
     )  # fmt: skip
     chats: list[Any] = [prompt.content for prompt in load_prompts(config, as_chat=True).prompts]
     ours, theirs = (
-        by_transformers(told.folder, chats, told.tokens),
-        by_llama_cpp(told.file, chats, told.tokens),
+        by_transformers(arguments.folder, chats, arguments.tokens),
+        by_llama_cpp(arguments.file, chats, arguments.tokens),
     )
     pairs = list(zip(ours, theirs, strict=True))
-    for chat, (one, other) in zip(chats, pairs, strict=True):
-        if one != other:
-            print(f"{chat[-1]['content']!r}: {one!r} by transformers, {other!r} by llama.cpp")
-    print(f"{sum(one == other for one, other in pairs)} of {len(pairs)} answers are equal")
+    for chat, (our_answer, their_answer) in zip(chats, pairs, strict=True):
+        if our_answer != their_answer:
+            print(
+                f"{chat[-1]['content']!r}: {our_answer!r} by transformers, {their_answer!r} by llama.cpp"
+            )
+    print(
+        f"{sum(our_answer == their_answer for our_answer, their_answer in pairs)} of {len(pairs)} answers are equal"
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from ycore.sandbox.program_pool import ProgramPool
 
 PROGRAM = "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\n"
 EXAM = UnitTests(tests=("assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"))
-TOLD = EXAM.request(CodeSettings(timeout_s=30.0))
+REQUEST = EXAM.request(CodeSettings(timeout_s=30.0))
 
 
 async def bare() -> None:
@@ -32,15 +32,15 @@ async def bare() -> None:
 
 
 def processor_s() -> float:
-    """Of all processes below this one, those that ended included."""
+    """Add up the seconds of all processes below this one, those that ended included."""
     total = 0.0
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         try:
             times = process.cpu_times()
         except psutil.Error:
             continue
-        own = 0.0 if process.pid == psutil.Process().pid else times.user + times.system
-        total += own + times.children_user + times.children_system
+        own_s = 0.0 if process.pid == psutil.Process().pid else times.user + times.system
+        total += own_s + times.children_user + times.children_system
     return total
 
 
@@ -56,7 +56,7 @@ async def measure(levels: list[str], repeats: int) -> None:
             pools.append(pool)
             kinds[f"{level}: a script"] = lambda pool=pool: pool.run(PROGRAM, deadline_s=30.0)
             kinds[f"{level}: two asserts"] = lambda pool=pool: pool.run_tests(
-                PROGRAM, TOLD, deadline_s=60.0
+                PROGRAM, REQUEST, deadline_s=60.0
             )
         seconds: dict[str, list[float]] = {name: [] for name in kinds}
         processor: dict[str, float] = dict.fromkeys(kinds, 0.0)
@@ -78,8 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=100)
     parser.add_argument("--levels", nargs="*", default=["namespaces"])
-    given = parser.parse_args()
-    asyncio.run(measure(given.levels, given.repeats))
+    arguments = parser.parse_args()
+    asyncio.run(measure(arguments.levels, arguments.repeats))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ NUM_CALLS = 500
 
 
 async def measure(level: str, folder: Path) -> tuple[float, list[float]]:
-    """Seconds until one worker is ready, and of each call."""
+    """Return the seconds until one worker is ready, and those of each call."""
     pool = RewardPool(
         [RewardConfig(reward=f"{folder / 'length.py'}:length")],
         settings=RewardSettings(workers=1),
@@ -46,19 +46,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("levels", nargs="+")
     parser.add_argument("--rounds", type=int, default=5)
-    told = parser.parse_args()
-    starts: dict[str, list[float]] = {level: [] for level in told.levels}
-    calls: dict[str, list[float]] = {level: [] for level in told.levels}
+    arguments = parser.parse_args()
+    starts: dict[str, list[float]] = {level: [] for level in arguments.levels}
+    calls: dict[str, list[float]] = {level: [] for level in arguments.levels}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "length.py").write_text(REWARD, encoding="utf-8")
-        for level in told.levels:
+        for level in arguments.levels:
             choose_level(level)  # its self-test is not part of a start
-        for _ in range(told.rounds):
-            for level in told.levels:
+        for _ in range(arguments.rounds):
+            for level in arguments.levels:
                 started_s, took = asyncio.run(measure(level, Path(folder)))
                 starts[level].append(started_s)
                 calls[level] += took
-    for level in told.levels:
+    for level in arguments.levels:
         least, middle = min(starts[level]), statistics.median(starts[level])
         print(f"{level:<11} start {least:.2f} s (median {middle:.2f} s)", end=", ")
         print(

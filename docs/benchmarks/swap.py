@@ -2,10 +2,11 @@
 
     python docs/benchmarks/swap.py
 
-In each way the same requests are in flight when the weights come. `anew` is what ycore does: they are aborted, and go on
-as new requests behind what was written. `kept` pauses vLLM (`mode=keep`), and they go on over the old keys and values.
-`seconds` is from the first request to the last token, `swap_s` how much longer than without a swap. `gap` is the mean
-distance, in nats, between the log-probability that was recorded for a token behind the swap and that of the new weights.
+With each method the same requests are in flight when the weights come. `anew` is what ycore does: they are aborted,
+and go on as new requests behind what was written. `kept` pauses vLLM (`mode=keep`), and they go on over the old keys
+and values. `seconds` is from the first request to the last token, `swap_s` how much longer than without a swap. `gap` is
+the mean distance, in nats, between the log-probability that was recorded for a token behind the swap and that of the new
+weights.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
 from ycore.run.files import RunFolder
 
-WAYS = ("none", "anew", "kept")
+METHODS = ("none", "anew", "kept")
 _PROMPT_TOKENS = 64
 
 
@@ -76,7 +77,7 @@ async def write(
 
 
 async def swapped(
-    engine: KeepingEngine, way: str, weights: dict[int, Path], job: argparse.Namespace
+    engine: KeepingEngine, method: str, weights: dict[int, Path], job: argparse.Namespace
 ) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(100, 40_000, (job.at_once, _PROMPT_TOKENS), generator=generator)
@@ -86,14 +87,14 @@ async def swapped(
         for seed, prompt in enumerate(prompts.tolist())
     ]
     await asyncio.sleep(job.after)
-    if way == "kept":
+    if method == "kept":
         await engine.request("POST", "/pause?mode=keep&clear_cache=false")
         engine.keeps = True
         await engine.load_weights(weights[2], 2)
         engine.keeps = False
         await engine.request("POST", "/resume")
         completions = await asyncio.gather(*tasks)
-    elif way == "anew":
+    elif method == "anew":
         while not all(task.done() for task in tasks):
             await engine.abort()
             await asyncio.wait(tasks, timeout=0.02)
@@ -117,16 +118,24 @@ async def swapped(
     else:
         completions = await asyncio.gather(*tasks)
     seconds = time.perf_counter() - began
-    if way == "none":
+    if method == "none":
         return {"seconds": seconds}
-    by_new = [await engine.logprobs_of(one.prompt, one.token_ids) for one in completions]
+    by_new = [
+        await engine.logprobs_of(completion.prompt, completion.token_ids)
+        for completion in completions
+    ]
     await engine.load_weights(weights[1], 1)
-    by_old = [await engine.logprobs_of(one.prompt, one.token_ids) for one in completions]
+    by_old = [
+        await engine.logprobs_of(completion.prompt, completion.token_ids)
+        for completion in completions
+    ]
     places, gaps, moved = [], [], []
-    for one, old, new in zip(completions, by_old, by_new, strict=True):
-        place = swap_place(one.logprobs, old, new)
+    for completion, old, new in zip(completions, by_old, by_new, strict=True):
+        place = swap_place(completion.logprobs, old, new)
         places.append(place)
-        gaps += [abs(a - b) for a, b in zip(one.logprobs[place:], new[place:], strict=True)]
+        gaps += [
+            abs(a - b) for a, b in zip(completion.logprobs[place:], new[place:], strict=True)
+        ]
         moved += [abs(a - b) for a, b in zip(old[place:], new[place:], strict=True)]
     return {
         "seconds": seconds,
@@ -136,12 +145,12 @@ async def swapped(
     }
 
 
-def swap_place(said: Sequence[float], old: Sequence[float], new: Sequence[float]) -> int:
+def swap_place(recorded: Sequence[float], old: Sequence[float], new: Sequence[float]) -> int:
     """Return after how many tokens the recorded log-probabilities are nearest to the new weights', before to the old's."""
-    by_old = [abs(a - b) for a, b in zip(said, old, strict=True)]
-    by_new = [abs(a - b) for a, b in zip(said, new, strict=True)]
+    by_old = [abs(a - b) for a, b in zip(recorded, old, strict=True)]
+    by_new = [abs(a - b) for a, b in zip(recorded, new, strict=True)]
     return min(
-        range(len(said) + 1), key=lambda place: sum(by_old[:place]) + sum(by_new[place:])
+        range(len(recorded) + 1), key=lambda place: sum(by_old[:place]) + sum(by_new[place:])
     )
 
 
@@ -154,9 +163,9 @@ async def measured(
     await engine.load_weights(weights[1], 1)
     turns = []
     for turn in range(job.turns + 1):  # the first is not counted
-        figures = {way: await swapped(engine, way, weights, job) for way in WAYS}
-        for way in WAYS[1:]:
-            figures[way]["swap_s"] = figures[way]["seconds"] - figures["none"]["seconds"]
+        figures = {method: await swapped(engine, method, weights, job) for method in METHODS}
+        for method in METHODS[1:]:
+            figures[method]["swap_s"] = figures[method]["seconds"] - figures["none"]["seconds"]
         turns += [figures] if turn else []
     await engine.close()
     return turns

@@ -54,20 +54,20 @@ _EXAMPLES = [
 ]
 
 
-def recipe(tool: Path, output: Path, told: argparse.Namespace) -> dict[str, Any]:
+def recipe(tool: Path, output: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
-        "model": told.model,
+        "model": arguments.model,
         "dataset": "task:addition?digits=3",
         "rewards": [{"reward": "exact_answer"}],
         "tools": [f"{tool}:add"],
-        "turns": {"actions": "calls", "at_once": told.at_once, "call_s": 60},
+        "turns": {"actions": "calls", "at_once": arguments.at_once, "call_s": 60},
         "max_turns": 2,
         "few_shot": _EXAMPLES,
         "output": str(output),
-        "prompts_per_step": told.prompts,
+        "prompts_per_step": arguments.prompts,
         "group_size": 8,
         "max_tokens": 64,
-        "steps": told.steps,
+        "steps": arguments.steps,
         "sampling": {"dynamic": False},
         "trl": {"learning_rate": 1e-6, "beta": 0.0},
     }
@@ -76,11 +76,14 @@ def recipe(tool: Path, output: Path, told: argparse.Namespace) -> dict[str, Any]
 def needed_s(
     spans: Iterable[Span], turns: Mapping[int, tuple[int, int, int]], call_s: float
 ) -> tuple[float, float]:
-    """Seconds that the longest completion and the busiest engine need. `turns`: place, index and turn of each seed."""
+    """Return the seconds that the longest completion and the busiest engine need.
+
+    `turns`: place, index and turn of each seed.
+    """
     chains: dict[tuple[int, int], float] = defaultdict(float)
     busy: dict[int, float] = defaultdict(float)
     until: dict[int, float] = defaultdict(float)
-    for span in sorted(spans, key=lambda one: one.began):
+    for span in sorted(spans, key=lambda span: span.began):
         place, index, turn = turns[span.details["seed"]]
         chains[place, index] += span.seconds + (call_s if turn else 0.0)
         end = span.began + span.seconds
@@ -90,26 +93,26 @@ def needed_s(
 
 
 def tools_mib(run: psutil.Process) -> tuple[int, float]:
-    """How many processes with tools there are, and the memory of all."""
-    found = []
+    """Count the processes with tools, and add up their memory."""
+    memory_bytes = []
     for process in run.children(recursive=True):
         try:
             if any("tool_host" in word for word in process.cmdline()):
-                found.append(process.memory_full_info().pss)
+                memory_bytes.append(process.memory_full_info().pss)
         except psutil.Error:
             continue
-    return len(found), sum(found) / 2**20
+    return len(memory_bytes), sum(memory_bytes) / 2**20
 
 
-def measure(seconds: float, told: argparse.Namespace) -> None:
-    place = told.output / f"{seconds:g}s"
+def measure(seconds: float, arguments: argparse.Namespace) -> None:
+    place = arguments.output / f"{seconds:g}s"
     place.mkdir(parents=True)
     (place / "tools.py").write_text(_TOOL.format(seconds=seconds))
     (place / "recipe.yaml").write_text(
-        yaml.safe_dump(recipe(place / "tools.py", place / "run", told))
+        yaml.safe_dump(recipe(place / "tools.py", place / "run", arguments))
     )
     command = [sys.executable, "-c", "from ycore_cli.main import main; main()", "grpo"]
-    command += ["--recipe", str(place / "recipe.yaml"), "--engine", told.engine]
+    command += ["--recipe", str(place / "recipe.yaml"), "--engine", arguments.engine]
     most = (0, 0.0)
     with (
         (place / "log").open("w") as log,
@@ -121,7 +124,7 @@ def measure(seconds: float, told: argparse.Namespace) -> None:
     if run.returncode:
         raise SystemExit(f"the run failed: {(place / 'log').read_text()[-500:]}")
     folder = RunFolder(place / "run")
-    positions = range(told.prompts * told.steps)
+    positions = range(arguments.prompts * arguments.steps)
     turns = {
         completion_seed(0, at, index, turn): (at, index, turn)
         for at in positions
@@ -131,18 +134,21 @@ def measure(seconds: float, told: argparse.Namespace) -> None:
     spans = [span for span in read_trace(folder.trace) if span.details.get("seed") in turns]
     rows = []
     for step, row in list(enumerate(read_metrics(folder.metrics)))[1:]:
-        own = [one for one in spans if turns[one.details["seed"]][0] // told.prompts == step]
-        chain_s, engines_s = needed_s(own, turns, seconds)
-        called = len(
-            {turns[one.details["seed"]][:2] for one in own if turns[one.details["seed"]][2]}
-        )
-        rows.append((row["ycore/time/round"], chain_s, engines_s, called))
-    round_s, chain_s, engines_s, called = (
+        step_spans, called = [], set[tuple[int, int]]()
+        for span in spans:
+            position, index, turn = turns[span.details["seed"]]
+            if position // arguments.prompts == step:
+                step_spans.append(span)
+                if turn:
+                    called.add((position, index))
+        chain_s, engines_s = needed_s(step_spans, turns, seconds)
+        rows.append((row["ycore/time/round"], chain_s, engines_s, len(called)))
+    round_s, chain_s, engines_s, num_called = (
         statistics.median(values) for values in zip(*rows, strict=True)
     )
-    ratio = statistics.median(one[0] / max(one[1:3]) for one in rows)
+    ratio = statistics.median(row[0] / max(row[1:3]) for row in rows)
     print(
-        f"| {seconds:g} | {called:.0f} of {told.prompts * 8} | {round_s:.2f} | {chain_s:.2f} | {engines_s:.2f} "
+        f"| {seconds:g} | {num_called:.0f} of {arguments.prompts * 8} | {round_s:.2f} | {chain_s:.2f} | {engines_s:.2f} "
         f"| {ratio:.2f} | {most[0]}, {most[1]:.0f} MiB |",
         flush=True,
     )
@@ -163,17 +169,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--at-once", type=int, default=64, help="processes with tools")
     parser.add_argument("--output", type=Path, required=True)
-    told = parser.parse_args()
+    arguments = parser.parse_args()
     machine = describe_machine()
     print(
-        f"Machine: {machine['cores']} cores of {machine['processor']}. Medians of {told.steps - 1} steps.\n"
+        f"Machine: {machine['cores']} cores of {machine['processor']}. Medians of {arguments.steps - 1} steps.\n"
     )
     print(
         "| tool, s | call | round, s | longest completion, s | busiest engine, s | round over need | tools |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for seconds in told.seconds:
-        measure(seconds, told)
+    for seconds in arguments.seconds:
+        measure(seconds, arguments)
 
 
 if __name__ == "__main__":

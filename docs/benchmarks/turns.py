@@ -37,16 +37,16 @@ FORK = multiprocessing.get_context("fork")
 
 
 async def play(slots: Slots, *, workers: int, mean_s: float, seconds: float) -> list[float]:
-    """Seconds of every turn that `workers` took side by side."""
+    """Return the seconds of every turn that `workers` took side by side."""
     waited: list[float] = []
 
     async def work(number: int) -> None:
         dice = random.Random(number)
         await asyncio.sleep(dice.random() * mean_s)
         while time.perf_counter() < until:
-            asked = time.perf_counter()
+            asked_at = time.perf_counter()
             async with slots.turn(ROLES[number % 2]) as slot:
-                waited.append(time.perf_counter() - asked)
+                waited.append(time.perf_counter() - asked_at)
                 await asyncio.sleep(mean_s * dice.uniform(0.5, 1.5) if mean_s else 0)
                 slot.num_tokens = 100
 
@@ -58,8 +58,10 @@ async def play(slots: Slots, *, workers: int, mean_s: float, seconds: float) -> 
     return waited
 
 
-def rank_of(rank: int, num_ranks: int, socket: Path, job: dict[str, Any], answer: Path) -> None:
-    """One rank's process."""
+def run_rank(
+    rank: int, num_ranks: int, socket: Path, job: dict[str, Any], answer: Path
+) -> None:
+    """Run one rank in its process."""
     remote = None
     if num_ranks > 1:
         half = Placement("split", (num_ranks // 2, num_ranks - num_ranks // 2))
@@ -71,7 +73,7 @@ def rank_of(rank: int, num_ranks: int, socket: Path, job: dict[str, Any], answer
 
 
 def measure(num_ranks: int, job: dict[str, Any]) -> dict[str, float]:
-    """All ranks at once; nothing is left of them."""
+    """Run all ranks at once, and leave nothing of them."""
     with tempfile.TemporaryDirectory(prefix="yc-") as place:
         folder = Path(place)
         command = [
@@ -85,7 +87,7 @@ def measure(num_ranks: int, job: dict[str, Any]) -> dict[str, float]:
         answers = [folder / f"rank-{rank}.json" for rank in range(num_ranks)]
         ranks = [
             FORK.Process(
-                target=rank_of, args=(rank, num_ranks, folder / "allocator.sock", job, answer)
+                target=run_rank, args=(rank, num_ranks, folder / "allocator.sock", job, answer)
             )
             for rank, answer in enumerate(answers)
         ]
@@ -101,7 +103,10 @@ def measure(num_ranks: int, job: dict[str, Any]) -> dict[str, float]:
             took = time.perf_counter() - began
             if any(process.exitcode for process in ranks):
                 raise RuntimeError("a rank failed")
-            waited = sorted(one for answer in answers for one in json.loads(answer.read_text()))
+            waited = list[float]()
+            for answer in answers:
+                waited += json.loads(answer.read_text())
+            waited.sort()
         finally:
             for process in ranks:
                 process.kill()
@@ -129,21 +134,24 @@ def main() -> None:
     parser.add_argument("--mean", type=float, default=1.0, help="mean seconds of a request")
     parser.add_argument("--at-once", action="store_true", help="measure without any wait too")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
-    told = parser.parse_args()
+    arguments = parser.parse_args()
     machine = describe_machine()
     print(f"Machine: {machine['cores']} cores of {machine['processor']}.\n")
     print(
         "| ranks and slots | load | turns/s | median, us | 95 %, us | allocator: cores | us of it a turn |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    loads = [(f"{told.workers} a rank, {told.mean:g} s each", told.mean), ("at once", 0.0)]
-    for load, mean_s in loads if told.at_once else loads[:1]:
-        for num_ranks in told.ranks:
-            job = {"workers": told.workers, "mean_s": mean_s, "seconds": told.seconds}
-            one = measure(num_ranks, job)
+    loads = [
+        (f"{arguments.workers} a rank, {arguments.mean:g} s each", arguments.mean),
+        ("at once", 0.0),
+    ]
+    for load, mean_s in loads if arguments.at_once else loads[:1]:
+        for num_ranks in arguments.ranks:
+            job = {"workers": arguments.workers, "mean_s": mean_s, "seconds": arguments.seconds}
+            figures = measure(num_ranks, job)
             print(
-                f"| {num_ranks} | {load} | {one['turns_per_s']:.0f} | {one['median_us']:.0f} | {one['p95_us']:.0f} | "
-                f"{one['allocator_cores']:.2f} | {one['allocator_us_per_turn']:.0f} |",
+                f"| {num_ranks} | {load} | {figures['turns_per_s']:.0f} | {figures['median_us']:.0f} | "
+                f"{figures['p95_us']:.0f} | {figures['allocator_cores']:.2f} | {figures['allocator_us_per_turn']:.0f} |",
                 flush=True,
             )
 

@@ -83,7 +83,7 @@ def test_an_engine_is_started_with_what_is_compared(
 
     monkeypatch.setattr(script, "engines_running", running)
     monkeypatch.setattr(sys, "argv", ["engine_settings.py"])
-    job, before = script.arguments(), module.engine_command
+    job, before = script.parse_arguments(), module.engine_command
     with script.changed(
         job, tmp_path, words={"--block-size": "128"}, variables={"A": "1"}, cores=(0, 1)
     ):

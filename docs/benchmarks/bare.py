@@ -31,15 +31,15 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to run the round."""
+class PassSettings:
+    """How many sequences a pass takes, and whether it computes under autocast."""
 
     batch_size: int
     autocast: bool
 
 
 def cut(lengths: Sequence[Lengths], *, batch_size: int) -> list[list[Lengths]]:
-    """Longest first, in batches of at most `batch_size`, shorter where padding would pass `MAX_PADDING`."""
+    """Cut, longest first, into batches of at most `batch_size`, shorter where padding would pass `MAX_PADDING`."""
     batches: list[list[Lengths]] = []
     for sequence in sorted(lengths, key=lambda item: (-item.total, item.prompt)):
         if (
@@ -53,20 +53,29 @@ def cut(lengths: Sequence[Lengths], *, batch_size: int) -> list[list[Lengths]]:
 
 
 def padding(batch: Sequence[Lengths]) -> float:
-    """Share of a batch's positions that hold no token."""
+    """Return the share of a batch's positions that hold no token."""
     width = max(sequence.total for sequence in batch)
     return 1 - sum(sequence.total for sequence in batch) / (width * len(batch))
 
 
 def choose(
-    measure: Callable[[Way], float], batch_sizes: Sequence[int], *, autocasts: Sequence[bool]
-) -> dict[Way, float]:
-    """Seconds of each way tried: autocast or not at the middle size, then the other sizes with what was faster."""
+    measure: Callable[[PassSettings], float],
+    batch_sizes: Sequence[int],
+    *,
+    autocasts: Sequence[bool],
+) -> dict[PassSettings, float]:
+    """Time autocast and none at the middle size, then the other sizes with what was faster; return seconds by settings."""
     middle = sorted(batch_sizes)[len(batch_sizes) // 2]
-    seconds = {way: measure(way) for way in (Way(middle, autocast) for autocast in autocasts)}
-    autocast = min(seconds, key=lambda way: seconds[way]).autocast
-    rest = [Way(size, autocast) for size in batch_sizes if size != middle]
-    return seconds | {way: measure(way) for way in rest}
+    seconds = {}
+    for autocast in autocasts:
+        settings = PassSettings(middle, autocast)
+        seconds[settings] = measure(settings)
+    fastest = min(seconds, key=lambda settings: seconds[settings])
+    for size in batch_sizes:
+        if size != middle:
+            settings = PassSettings(size, fastest.autocast)
+            seconds[settings] = measure(settings)
+    return seconds
 
 
 def main() -> None:
@@ -75,25 +84,25 @@ def main() -> None:
 
 
 def time_round(order: dict[str, Any]) -> dict[str, Any]:
-    """The fastest way's seconds, one value a repeat, and every way's first."""
+    """Return the seconds of the fastest settings, one value a repeat, and the first seconds of all settings."""
     lengths = sequence_lengths(order)
     model = adapted_model(order)
 
-    def measure(way: Way) -> float:
+    def measure(settings: PassSettings) -> float:
         batches = [
             tensors(batch, vocabulary=model.config.vocab_size)
-            for batch in cut(lengths, batch_size=way.batch_size)
+            for batch in cut(lengths, batch_size=settings.batch_size)
         ]
         train_on(
-            model, batches[:1], autocast=way.autocast
+            model, batches[:1], autocast=settings.autocast
         )  # warms up what is compiled or cached for a shape
         began = time.perf_counter()
-        train_on(model, batches, autocast=way.autocast)
+        train_on(model, batches, autocast=settings.autocast)
         return time.perf_counter() - began
 
     autocasts = (True, False) if order["dtype"] == "bfloat16" else (False,)
     tried = choose(measure, order["batch_sizes"], autocasts=autocasts)
-    best = min(tried, key=lambda way: tried[way])
+    best = min(tried, key=lambda settings: tried[settings])
     seconds = [tried[best], *(measure(best) for _ in range(order["repeats"] - 1))]
     batches = cut(lengths, batch_size=best.batch_size)
     tokens = sum(sequence.total for sequence in lengths)
@@ -104,12 +113,12 @@ def time_round(order: dict[str, Any]) -> dict[str, Any]:
         "num_sequences": len(lengths),
         "padding": 1 - tokens / width,
         **asdict(best),
-        "tried": [{**asdict(way), "seconds": value} for way, value in tried.items()],
+        "tried": [{**asdict(settings), "seconds": value} for settings, value in tried.items()],
     }
 
 
 def sequence_lengths(order: dict[str, Any]) -> list[Lengths]:
-    """The recorded round as lengths; prompts are counted by the model's own tokenizer and chat template."""
+    """Read the recorded round as lengths; the model's own tokenizer and chat template count the prompts."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(order["model"])
@@ -127,7 +136,7 @@ def sequence_lengths(order: dict[str, Any]) -> list[Lengths]:
 
 
 def adapted_model(order: dict[str, Any]) -> Any:
-    """The base model with its adapters in place, ready to train."""
+    """Load the base model, and put its adapters in place, ready to train."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -144,7 +153,7 @@ def adapted_model(order: dict[str, Any]) -> Any:
 
 
 def tensors(batch: Sequence[Lengths], *, vocabulary: int) -> tuple[Any, Any]:
-    """Token ids padded on the right, and where each completion token is predicted. Which tokens they are is no matter.
+    """Make token ids padded on the right, and a mask of where each completion token is predicted. The ids are random.
 
     Padding on the right is behind everything, so causal attention needs no mask for it.
     """
@@ -160,7 +169,7 @@ def tensors(batch: Sequence[Lengths], *, vocabulary: int) -> tuple[Any, Any]:
 
 
 def train_on(model: Any, batches: Sequence[tuple[Any, Any]], *, autocast: bool) -> None:
-    """Forward and backward of every batch, gradients added up and then dropped."""
+    """Run forward and backward of every batch; add up the gradients and then drop them."""
     import torch
     from torch.nn.functional import cross_entropy
 

@@ -19,7 +19,7 @@ def distinct_characters(
     trainer_state: Any,
     **columns: Any,
 ) -> list[float]:
-    """Distinct characters of each completion, in hundreds."""
+    """Count the distinct characters of each completion, in hundreds."""
     lengths = [len(token_ids) for token_ids in completion_ids]
     line = {"step": trainer_state.global_step, "prompt_index": prompt_index, "tokens": lengths}
     with Path(LENGTHS).open(

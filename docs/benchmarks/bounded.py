@@ -30,7 +30,7 @@ def run_bounded(
     timeout_s: float,
     stop: threading.Event,
 ) -> float:
-    """Run in `folder`, output to `folder/log.txt`; the seconds it took.
+    """Run in `folder`, output to `folder/log.txt`; return the seconds it took.
 
     A signal should set `stop` and do no more: an exception in the midst of starting a process would lose sight of it.
     """
@@ -52,17 +52,17 @@ def run_bounded(
             _end(process)
     if status is None:
         raise RunFailed(
-            _told(command, f"still running after {timeout_s:g} s; see --timeout", log)
+            failure_message(command, f"still running after {timeout_s:g} s; see --timeout", log)
         )
     if status != 0:
-        raise RunFailed(_told(command, f"exit status {status}", log))
+        raise RunFailed(failure_message(command, f"exit status {status}", log))
     return time.monotonic() - began
 
 
 def _wait(
     process: subprocess.Popen[bytes], stop: threading.Event, *, deadline: float
 ) -> int | None:
-    """The exit status, or None at the deadline; Stopped as soon as `stop` is set."""
+    """Return the exit status, or None at the deadline; raise Stopped as soon as `stop` is set."""
     while (status := process.poll()) is None:
         if stop.wait(_POLL_S):
             raise Stopped
@@ -86,6 +86,6 @@ def _signal(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-def _told(command: Sequence[str], what: str, log: Path) -> str:
+def failure_message(command: Sequence[str], reason: str, log: Path) -> str:
     tail = log.read_text(errors="replace")[-_TAIL:]
-    return f"{Path(command[0]).name} {command[1]}: {what} (its output is in {log})\n{tail}"
+    return f"{Path(command[0]).name} {command[1]}: {reason} (its output is in {log})\n{tail}"

@@ -26,24 +26,26 @@ _BEGIN = 2  # rounds that are not counted
 _NEVER = threading.Event()
 
 
-def run(told: argparse.Namespace, oversample: float, seed: int) -> dict[str, float]:
-    """What the rounds of one run came to; a run that has ended is not run again."""
-    folder = told.output / f"{oversample:g}-{seed}"
+def run(arguments: argparse.Namespace, oversample: float, seed: int) -> dict[str, float]:
+    """Return the figures of the rounds of one run; a run that has ended is not run again."""
+    folder = arguments.output / f"{oversample:g}-{seed}"
     if not (folder / "summary.json").is_file():
-        logs = told.output / f"{oversample:g}-{seed}.log"
+        logs = arguments.output / f"{oversample:g}-{seed}.log"
         logs.mkdir(parents=True, exist_ok=True)
-        rows = write_prompts(logs / "rows", kind=told.kind, num_prompts=told.rows, seed=seed)
+        rows = write_prompts(
+            logs / "rows", kind=arguments.kind, num_prompts=arguments.rows, seed=seed
+        )
         words = [
-            "grpo", "--recipe", "quickstart", "--dataset", rows, "--reward", "length", "--max-tokens", told.tokens,
-            "--steps", told.steps, "--prompts-per-step", told.prompts, "--group-size", told.group, "--seed", seed,
-            "--learning-rate", "1e-6", "--oversample", oversample, "--set", "max_truncated=1", "--output", folder,
-            "--set", f"rewards.0.args.target={told.target}",
+            "grpo", "--recipe", "quickstart", "--dataset", rows, "--reward", "length", "--max-tokens", arguments.tokens,
+            "--steps", arguments.steps, "--prompts-per-step", arguments.prompts, "--group-size", arguments.group,
+            "--seed", seed, "--learning-rate", "1e-6", "--oversample", oversample, "--set", "max_truncated=1",
+            "--output", folder, "--set", f"rewards.0.args.target={arguments.target}",
         ]  # fmt: skip
         run_bounded(
             [*YCORE, *map(str, words)],
             folder=logs,
             environment={},
-            timeout_s=told.timeout,
+            timeout_s=arguments.timeout,
             stop=_NEVER,
         )
     steps = [
@@ -51,7 +53,7 @@ def run(told: argparse.Namespace, oversample: float, seed: int) -> dict[str, flo
     ][_BEGIN:]
     seconds = sum(row["ycore/time/round"] for row in steps)
     return {
-        "groups_an_hour": 3600 * told.prompts * len(steps) / seconds,
+        "groups_an_hour": 3600 * arguments.prompts * len(steps) / seconds,
         "round_s": seconds / len(steps),
         "mean_length": fmean(row["completions/mean_length"] for row in steps),
         "carried": fmean(row.get("ycore/carried/completions", 0.0) for row in steps),
@@ -74,23 +76,23 @@ def main() -> None:
     add("--seeds", type=int, default=2)
     add("--timeout", type=float, default=1800.0)
     add("--output", type=Path, default=Path("runs/carried"))
-    told = parser.parse_args()
-    told.output = told.output.resolve()
-    found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
-    for seed in range(told.seeds):
-        found["without"].append(run(told, 1.0, seed))
-        found["with"].append(run(told, told.oversample, seed))
-    pairs = zip(found["without"], found["with"], strict=True)
+    arguments = parser.parse_args()
+    arguments.output = arguments.output.resolve()
+    runs: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
+    for seed in range(arguments.seeds):
+        runs["without"].append(run(arguments, 1.0, seed))
+        runs["with"].append(run(arguments, arguments.oversample, seed))
+    pairs = zip(runs["without"], runs["with"], strict=True)
     times = median(
         carried["groups_an_hour"] / plain["groups_an_hour"] for plain, carried in pairs
     )
     results = {
         "machine": describe_machine(),
-        "oversample": told.oversample,
+        "oversample": arguments.oversample,
         "times": round(times, 3),
-        **found,
+        **runs,
     }
-    (told.output / "results.json").write_text(json.dumps(results, indent=2))
+    (arguments.output / "results.json").write_text(json.dumps(results, indent=2))
     print(json.dumps(results, indent=2))
 
 

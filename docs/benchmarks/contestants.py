@@ -16,7 +16,7 @@ BIN = Path(sys.executable).parent
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What both sides are told."""
+    """Settings that both sides share."""
 
     model: Path
     prompts: Path
@@ -53,7 +53,7 @@ def num_cores() -> int:
 
 
 def trl_command(settings: Settings, *, batch_size: int) -> list[str]:
-    """`trl grpo`, generating with transformers, on every core."""
+    """Build the command of `trl grpo`, which generates with transformers, on every core."""
     options = {
         "model_name_or_path": settings.model,
         "dataset_name": settings.prompts.parent,
@@ -102,17 +102,17 @@ def ycore_command(settings: Settings, *, engine: str) -> list[str]:
         "lora.alpha": settings.lora_alpha,
         "checkpoint_every": settings.steps,
     }
-    given = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+    overrides = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
     return [
         str(BIN / "ycore"),
         "grpo",
         *_options(options | _shared(settings), dash="-"),
-        *given,
+        *overrides,
     ]
 
 
 def _shared(settings: Settings) -> dict[str, Any]:
-    """Fields of TRL's config that both command lines take."""
+    """Return the fields of TRL's config that both command lines take."""
     return {
         "learning_rate": settings.learning_rate,
         "lr_scheduler_type": "constant",
@@ -131,13 +131,13 @@ def _options(options: Mapping[str, Any], *, dash: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Nothing is fetched, and the reward and the clocks can be imported."""
+    """Return variables with which nothing is fetched, and the reward and the clocks can be imported."""
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
 
 
 def trl_steps(folder: Path) -> list[Step]:
-    """From the clocks inside `trl grpo` (`trl_probe`)."""
+    """Read the steps from the clocks inside `trl grpo` (`trl_probe`)."""
     lines = read_lines(folder / "clock.jsonl")
     totals = [line["logs"]["num_tokens"] for line in lines]
     steps = []
@@ -159,7 +159,7 @@ def trl_steps(folder: Path) -> list[Step]:
 
 
 def ycore_steps(folder: Path) -> list[Step]:
-    """From the run's own metrics."""
+    """Read the steps from the run's own metrics."""
     lines = read_lines(folder / "run" / "metrics.jsonl")
     totals = [line["num_tokens"] for line in lines]
     return [
@@ -174,7 +174,7 @@ def ycore_steps(folder: Path) -> list[Step]:
 
 
 def round_lengths(folder: Path, *, step: int) -> list[tuple[int, int]]:
-    """The prompt and the number of tokens of each completion of one step, as the reward wrote them down."""
+    """Return the prompt and the number of tokens of each completion of one step, as the reward wrote them down."""
     calls = [line for line in read_lines(folder / LENGTHS) if line["step"] == step]
     return [
         pair

@@ -22,7 +22,7 @@ _COLOURS = {
 
 
 def draw(results: Mapping[str, Any], file: Path) -> None:
-    """One panel a limit on tokens: a bar for TRL, one for ycore, and the bare passes of ycore's round."""
+    """Draw one panel a limit on tokens: a bar for TRL, one for ycore, and the bare passes of ycore's round."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -64,7 +64,7 @@ def draw(results: Mapping[str, Any], file: Path) -> None:
 
 
 def bars(level: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
-    """Seconds by part for each bar; the bare passes for as many tokens as ycore's median step has."""
+    """Return the seconds by part for each bar; the bare passes for as many tokens as ycore's median step has."""
     bare = level["bare"]
     seconds = (
         sorted(bare["seconds"])[len(bare["seconds"]) // 2]

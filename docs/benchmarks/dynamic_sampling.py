@@ -43,37 +43,39 @@ EXPECTED = {"without": 1.5, "dynamic": 1.3}
 
 
 def rows(number: int = 300) -> list[dict[str, Any]]:
-    """Two of three rows are flat; the run's own order mixes them."""
-    asked = [(n % 10, n // 10 % 10) for n in range(number)]
+    """Make rows of which two in three are flat; the run's own order mixes them."""
+    sums = [(n % 10, n // 10 % 10) for n in range(number)]
     return [
-        {"prompt": f"What is {a} + {b}?", "flat": n % 3 != 0} for n, (a, b) in enumerate(asked)
+        {"prompt": f"What is {a} + {b}?", "flat": n % 3 != 0} for n, (a, b) in enumerate(sums)
     ]
 
 
 def mixed_rows() -> list[dict[str, Any]]:
-    one = [(n % 10, n // 10 * 2 + n % 2) for n in range(40)]
-    five = [(10_007 + 997 * n, 98_765 - 811 * n) for n in range(80)]
+    short_sums = [(n % 10, n // 10 * 2 + n % 2) for n in range(40)]
+    long_sums = [(10_007 + 997 * n, 98_765 - 811 * n) for n in range(80)]
     ask = "What is {} + {}? Answer with just the number."
-    return [{"prompt": ask.format(a, b), "answer": str(a + b)} for a, b in one + five]
+    return [
+        {"prompt": ask.format(a, b), "answer": str(a + b)} for a, b in short_sums + long_sums
+    ]
 
 
-def command(told: argparse.Namespace, output: Path, side: str) -> list[str]:
+def command(arguments: argparse.Namespace, output: Path, side: str) -> list[str]:
     sizes = {
-        "--prompts-per-step": told.prompts,
-        "--group-size": told.group_size,
-        "--max-tokens": told.tokens,
+        "--prompts-per-step": arguments.prompts,
+        "--group-size": arguments.group_size,
+        "--max-tokens": arguments.tokens,
     }
-    reward = "sometimes.py:sometimes" if told.task == "flat" else "exact_answer"
+    reward = "sometimes.py:sometimes" if arguments.task == "flat" else "exact_answer"
     options: dict[str, Any] = {
-        "--model": told.model,
+        "--model": arguments.model,
         "--dataset": "rows.jsonl",
         "--reward": reward,
     }
     options |= {
         **sizes,
-        "--steps": told.steps,
+        "--steps": arguments.steps,
         "--seed": 0,
-        "--engine": told.engine,
+        "--engine": arguments.engine,
         "--output": output,
     }
     words = [str(word) for pair in options.items() for word in pair]
@@ -84,12 +86,12 @@ def command(told: argparse.Namespace, output: Path, side: str) -> list[str]:
         "grpo",
         *words,
         *SIDES[side],
-        *told.more,
+        *arguments.more,
     ]
 
 
 def figures(metrics: Sequence[Mapping[str, Any]], *, prompts: int) -> dict[str, float]:
-    """Of the counted steps: all but the first, which warms up."""
+    """Return the figures of the counted steps: all but the first, which warms up."""
     counted = list(metrics)[1:] or list(metrics)
     seconds = sum(row["ycore/time/step"] for row in counted)
     informative = sum(prompts * (1 - row["frac_reward_zero_std"]) for row in counted)
@@ -109,23 +111,25 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     lines = [f"| {head} |", "| " + " | ".join("---" for _ in head.split("|")) + " |"]
     first, second = results["runs"]
     for side in results["runs"]:
-        one = {
+        medians = {
             name: median(run[name] for run in results["runs"][side])
             for name in results["runs"][side][0]
         }
-        seconds = f"{one['step_s']:.1f} | {one['round_s']:.1f} | {one['train_s']:.1f}"
+        seconds = (
+            f"{medians['step_s']:.1f} | {medians['round_s']:.1f} | {medians['train_s']:.1f}"
+        )
         lines.append(
-            f"| {side} | {one['per_hour']:.0f} | {one['zero_std']:.0%} | {one['drawn']:.1f} | {seconds} |"
+            f"| {side} | {medians['per_hour']:.0f} | {medians['zero_std']:.0%} | {medians['drawn']:.1f} | {seconds} |"
         )
     pairs = zip(results["runs"][second], results["runs"][first], strict=True)
     ratios = [mine["per_hour"] / theirs["per_hour"] for mine, theirs in pairs]
-    held = "holds" if median(ratios) >= EXPECTED[first] else "misses"
+    verdict = "holds" if median(ratios) >= EXPECTED[first] else "misses"
     named = f"{second.capitalize()} over {first}"
     lines += [
         "",
         f"{named}: **{median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f}), ",
     ]
-    lines[-1] += f"{held} >= {EXPECTED[first]:g}. {results['told']}."
+    lines[-1] += f"{verdict} >= {EXPECTED[first]:g}. {results['told']}."
     return "\n".join(lines)
 
 
@@ -146,35 +150,43 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--output", type=Path, default=Path("runs/dynamic_sampling"))
-    told, told.more = parser.parse_known_args()
-    told.output.mkdir(parents=True)
-    (told.output / "rows.jsonl").write_text(
+    arguments, arguments.more = parser.parse_known_args()
+    arguments.output.mkdir(parents=True)
+    (arguments.output / "rows.jsonl").write_text(
         "".join(
-            json.dumps(row) + "\n" for row in (rows() if told.task == "flat" else mixed_rows())
+            json.dumps(row) + "\n"
+            for row in (rows() if arguments.task == "flat" else mixed_rows())
         )
     )
-    (told.output / "sometimes.py").write_text(REWARD)
-    if Path(told.model).is_dir():
-        told.model = str(Path(told.model).resolve())
-    sizes = f"{told.model}, {told.prompts} prompts x {told.group_size} completions of at most {told.tokens} tokens"
+    (arguments.output / "sometimes.py").write_text(REWARD)
+    if Path(arguments.model).is_dir():
+        arguments.model = str(Path(arguments.model).resolve())
+    sizes = (
+        f"{arguments.model}, {arguments.prompts} prompts x {arguments.group_size} completions"
+    )
+    sizes += f" of at most {arguments.tokens} tokens"
     results: dict[str, Any] = {
-        "told": f"{sizes}, {told.steps} steps a run",
+        "told": f"{sizes}, {arguments.steps} steps a run",
         "machine": describe_machine(),
         "busy": [],
     }
-    results["runs"] = {side: [] for side in told.sides.split(",")}
-    for repeat in range(told.repeats):
+    results["runs"] = {side: [] for side in arguments.sides.split(",")}
+    for repeat in range(arguments.repeats):
         for side in results["runs"]:  # in turn
             results["busy"].append(busy_share())
             name = Path(f"{side}-{repeat}")
             stop = threading.Event()
-            words = command(told, name, side)
+            words = command(arguments, name, side)
             run_bounded(
-                words, folder=told.output, environment={}, timeout_s=told.timeout, stop=stop
+                words,
+                folder=arguments.output,
+                environment={},
+                timeout_s=arguments.timeout,
+                stop=stop,
             )
-            metrics = read_metrics(told.output / name / "metrics.jsonl")
-            results["runs"][side].append(figures(metrics, prompts=told.prompts))
-            (told.output / "results.json").write_text(json.dumps(results, indent=2))
+            metrics = read_metrics(arguments.output / name / "metrics.jsonl")
+            results["runs"][side].append(figures(metrics, prompts=arguments.prompts))
+            (arguments.output / "results.json").write_text(json.dumps(results, indent=2))
     print(as_markdown(results))
 
 

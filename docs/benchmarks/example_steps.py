@@ -32,26 +32,26 @@ SIDES = {
 
 
 def spent() -> resource.struct_rusage:
-    """Of all children so far."""
+    """Return the usage of all children so far."""
     return resource.getrusage(resource.RUSAGE_CHILDREN)
 
 
-def measured(told: argparse.Namespace, side: str, folder: Path) -> dict[str, Any]:
-    """One run of one side."""
+def measure_side(arguments: argparse.Namespace, side: str, folder: Path) -> dict[str, Any]:
+    """Run one side once."""
     folder.mkdir(parents=True)
     recipe = yaml.safe_load(
-        Path(ycore_recipes.__file__).with_name(f"{told.recipe}.yaml").read_text()
+        Path(ycore_recipes.__file__).with_name(f"{arguments.recipe}.yaml").read_text()
     )
     options = [
         "--recipe",
-        told.recipe,
+        arguments.recipe,
         "--set",
-        f"dataset={told.dataset.resolve()}",
+        f"dataset={arguments.dataset.resolve()}",
         "--set",
         "held_out=0",
     ]
-    words = [recipe["algorithm"], *options, "--steps", str(told.steps), "--output", "run"]
-    command = [sys.executable, "-c", COMMAND.format(change=SIDES[told.of][side]), *words]
+    words = [recipe["algorithm"], *options, "--steps", str(arguments.steps), "--output", "run"]
+    command = [sys.executable, "-c", COMMAND.format(change=SIDES[arguments.of][side]), *words]
     path = {
         "PYTHONPATH": str(Path(__file__).parent)
     }  # where the trainer's process finds `whole_head`
@@ -61,7 +61,7 @@ def measured(told: argparse.Namespace, side: str, folder: Path) -> dict[str, Any
             command,
             folder=folder,
             environment=path,
-            timeout_s=told.timeout,
+            timeout_s=arguments.timeout,
             stop=threading.Event(),
         )
     after = spent()
@@ -91,14 +91,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one run")
-    told = parser.parse_args()
-    sides = list(SIDES[told.of])
-    order = [side for turn in range(told.repeats) for side in (sides, sides[::-1])[turn % 2]]
+    arguments = parser.parse_args()
+    sides = list(SIDES[arguments.of])
+    order = [
+        side for turn in range(arguments.repeats) for side in (sides, sides[::-1])[turn % 2]
+    ]
     runs = [
-        measured(told, side, told.output / str(number)) for number, side in enumerate(order)
+        measure_side(arguments, side, arguments.output / str(number))
+        for number, side in enumerate(order)
     ]
     result = {"machine": describe_machine(), "runs": runs}
-    (told.output / "example_steps.json").write_text(json.dumps(result, indent=2))
+    (arguments.output / "example_steps.json").write_text(json.dumps(result, indent=2))
     for run in runs:
         print(json.dumps(run))
 

@@ -42,6 +42,6 @@ def describe_machine() -> dict[str, Any]:
 
 
 def busy_share() -> float:
-    """How much of the processor others use, over the next second: 0 for nothing, 1 for all of it."""
+    """Measure how much of the processor others use, over the next second: 0 for nothing, 1 for all of it."""
     percent: float = psutil.cpu_percent(interval=1.0)
     return percent / 100

@@ -113,29 +113,36 @@ _STEPS = 1000  # more than any budget allows
 _NEVER = threading.Event()
 
 
-def command(told: argparse.Namespace, method: str, seed: int, output: Path) -> list[str]:
-    """The same options for every method, but for those that are its own."""
-    algorithm, *own = METHODS[method]
-    task = [word.format(family=told.family) for word in TASKS[told.task]]
+def command(options: argparse.Namespace, method: str, seed: int, output: Path) -> list[str]:
+    """Build the command; the options are the same for every method, but for those that are its own."""
+    algorithm, *method_words = METHODS[method]
+    task = [word.format(family=options.family) for word in TASKS[options.task]]
     sizes = [
         "--prompts-per-step",
-        told.prompts,
+        options.prompts,
         "--group-size",
-        told.group,
+        options.group,
         "--max-tokens",
-        told.tokens,
+        options.tokens,
     ]
-    ends = ["--steps", _STEPS, "--eval-every", _STEPS, "--stop-when", f"seconds:{told.budget}"]
+    ends = [
+        "--steps",
+        _STEPS,
+        "--eval-every",
+        _STEPS,
+        "--stop-when",
+        f"seconds:{options.budget}",
+    ]
     fixed = [
         *ends,
         "--model",
-        told.model,
+        options.model,
         "--set",
         f"num_samples={_SAMPLES}",
         "--set",
         "trl.beta=0.0",
         "--learning-rate",
-        told.learning_rate,
+        options.learning_rate,
     ]
     words = [
         algorithm,
@@ -144,7 +151,7 @@ def command(told: argparse.Namespace, method: str, seed: int, output: Path) -> l
         *task,
         *sizes,
         *fixed,
-        *own,
+        *method_words,
         "--seed",
         seed,
         "--output",
@@ -154,7 +161,7 @@ def command(told: argparse.Namespace, method: str, seed: int, output: Path) -> l
 
 
 def of_run(rows: Sequence[Mapping[str, Any]], prompts: int) -> dict[str, float]:
-    """What a run with so many prompts a step knew at its end, and what it had done."""
+    """Return what a run with so many prompts a step knew at its end, and what it had done."""
     steps = [row for row in rows if "ycore/time/step" in row]
     known = [row for row in rows if FIGURE in row]
     if len(known) < 2 or not steps:
@@ -168,20 +175,22 @@ def of_run(rows: Sequence[Mapping[str, Any]], prompts: int) -> dict[str, float]:
     }
 
 
-def run_trl(told: argparse.Namespace, seed: int, folder: Path, logs: Path) -> dict[str, float]:
-    """Train with `trl grpo` up to the budget, then measure its model; what `at_budget` tells of ycore's runs."""
-    task = [word.format(family=told.family) for word in TASKS[told.task]]
+def run_trl(
+    options: argparse.Namespace, seed: int, folder: Path, logs: Path
+) -> dict[str, float]:
+    """Train with `trl grpo` up to the budget, then measure its model; return the figures that `of_run` returns."""
+    task = [word.format(family=options.family) for word in TASKS[options.task]]
     train, held_out = task[1], task[3]
-    rows = write_rows(folder / "rows", train, REWARDS[told.task])
+    rows = write_rows(folder / "rows", train, REWARDS[options.task])
     dtype = format_of("auto", has_bfloat16=bfloat16_factor(core_flags()) is not None)
     settings = Settings(
-        model_folder(told.model),
+        model_folder(options.model),
         rows,
-        told.tokens,
+        options.tokens,
         _STEPS,
-        told.prompts,
-        told.group,
-        told.learning_rate,
+        options.prompts,
+        options.group,
+        options.learning_rate,
         seed,
         dtype,
     )
@@ -189,12 +198,12 @@ def run_trl(told: argparse.Namespace, seed: int, folder: Path, logs: Path) -> di
         word if word != "trl_probe.distinct_characters" else "trl_budget.score"
         for word in trl_command(settings, batch_size=_MICRO_BATCH)
     ]
-    wishes = {"METHOD_REWARD": REWARDS[told.task], "METHOD_BUDGET_S": str(told.budget)}
+    wishes = {"METHOD_REWARD": REWARDS[options.task], "METHOD_BUDGET_S": str(options.budget)}
     run_bounded(
         [*words, "--beta", "0.0"],
         folder=logs,
         environment=environment() | wishes,
-        timeout_s=told.timeout,
+        timeout_s=options.timeout,
         stop=_NEVER,
     )
     sizes = [
@@ -203,12 +212,12 @@ def run_trl(told: argparse.Namespace, seed: int, folder: Path, logs: Path) -> di
         "--num-samples",
         _SAMPLES,
         "--max-tokens",
-        told.tokens,
+        options.tokens,
         "--reward",
-        REWARDS[told.task],
+        REWARDS[options.task],
     ]
     known = {}
-    for name, model in (("before", told.model), ("pass@1", logs / "run")):
+    for name, model in (("before", options.model), ("pass@1", logs / "run")):
         measured = [
             *YCORE,
             "eval",
@@ -224,17 +233,17 @@ def run_trl(told: argparse.Namespace, seed: int, folder: Path, logs: Path) -> di
             [*map(str, measured)],
             folder=logs,
             environment={},
-            timeout_s=told.timeout,
+            timeout_s=options.timeout,
             stop=_NEVER,
         )
         known[name] = json.loads((folder / name / "eval.json").read_text())["pass@1"]
-    found = json.loads((logs / "seconds.json").read_text()) | known
-    (folder / "summary.json").write_text(json.dumps(found))
-    return found
+    summary = json.loads((logs / "seconds.json").read_text()) | known
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return summary
 
 
 def write_rows(folder: Path, dataset: str, reward: str) -> Path:
-    """The task's training rows as `folder/train.jsonl`, for TRL."""
+    """Write the task's training rows to `folder/train.jsonl`, for TRL."""
     config = RunConfig(
         model="none",
         dataset=dataset,
@@ -244,15 +253,17 @@ def write_rows(folder: Path, dataset: str, reward: str) -> Path:
     )
     folder.mkdir(parents=True, exist_ok=True)
     prompts = load_prompts(config, as_chat=True).prompts
-    lines = (json.dumps({"prompt": one.content, **one.columns}) + "\n" for one in prompts)
+    lines = (
+        json.dumps({"prompt": prompt.content, **prompt.columns}) + "\n" for prompt in prompts
+    )
     (folder / "train.jsonl").write_text("".join(lines))
     return folder / "train.jsonl"
 
 
-def runs_of(told: argparse.Namespace) -> Iterator[tuple[str, int, Path]]:
-    for seed in range(told.first_seed, told.first_seed + told.seeds):
-        for method in told.methods:
-            yield method, seed, told.output / f"{told.task}-{method}-{seed}"
+def runs_of(options: argparse.Namespace) -> Iterator[tuple[str, int, Path]]:
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        for method in options.methods:
+            yield method, seed, options.output / f"{options.task}-{method}-{seed}"
 
 
 def as_markdown(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
@@ -260,25 +271,25 @@ def as_markdown(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
         "| method | held-out pass@1 before | after the budget | seeds | steps | groups that taught, an hour |"
     ]
     lines.append("|---|---|---|---|---|---|")
-    for method, found in sorted(
+    for method, method_runs in sorted(
         runs.items(), key=lambda pair: -fmean(run["pass@1"] for run in pair[1])
     ):
-        values = [run["pass@1"] for run in found]
+        values = [run["pass@1"] for run in method_runs]
         half = half_width(values)
         interval = f"{fmean(values):.3f}" + ("" if half is None else f" ± {half:.3f}")
-        each = ", ".join(f"{value:.2f}" for value in values)
+        values_by_seed = ", ".join(f"{value:.2f}" for value in values)
         before, steps = (
-            fmean(run["before"] for run in found),
-            fmean(run["steps"] for run in found),
+            fmean(run["before"] for run in method_runs),
+            fmean(run["steps"] for run in method_runs),
         )
-        hour = fmean(3600 * run["taught"] / max(run["seconds"], 1e-9) for run in found)
+        hour = fmean(3600 * run["taught"] / max(run["seconds"], 1e-9) for run in method_runs)
         lines.append(
-            f"| `{method}` | {before:.3f} | {interval} | {each} | {steps:.0f} | {hour:.0f} |"
+            f"| `{method}` | {before:.3f} | {interval} | {values_by_seed} | {steps:.0f} | {hour:.0f} |"
         )
     return "\n".join(lines)
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -303,67 +314,71 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=2e-4)
     add("--timeout", type=float, default=1800.0)
     add("--output", type=Path, default=Path("runs/methods"))
-    told = parser.parse_args(arguments)
-    told.output, told.methods = told.output.resolve(), told.methods.split(",")
-    return told
+    options = parser.parse_args(arguments)
+    options.output, options.methods = options.output.resolve(), options.methods.split(",")
+    return options
 
 
-def run_one(told: argparse.Namespace, method: str, seed: int, folder: Path) -> dict[str, float]:
-    """A run that is finished is only read."""
+def run_one(
+    options: argparse.Namespace, method: str, seed: int, folder: Path
+) -> dict[str, float]:
+    """Run a method on a seed; of a run that is finished only read the figures."""
     if not (folder / "summary.json").is_file():
-        logs = told.output / f"{folder.name}.log"
+        logs = options.output / f"{folder.name}.log"
         logs.mkdir(exist_ok=True)
         try:
             if method == TRL:
                 folder.mkdir(exist_ok=True)
-                run_trl(told, seed, folder, logs)
+                run_trl(options, seed, folder, logs)
             else:
-                words = command(told, method, seed, folder)
+                words = command(options, method, seed, folder)
                 run_bounded(
-                    words, folder=logs, environment={}, timeout_s=told.timeout, stop=_NEVER
+                    words, folder=logs, environment={}, timeout_s=options.timeout, stop=_NEVER
                 )
         except RunFailed as problem:
             print(f"{folder.name}: {problem}", file=sys.stderr)
             return {}
     rows = read_metrics(folder / "metrics.jsonl")
     return (
-        of_run(rows, told.prompts)
+        of_run(rows, options.prompts)
         if rows
         else json.loads((folder / "summary.json").read_text())
     )
 
 
-def run_all(told: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each run on a lane: its processes inherit the cores of the thread that starts them."""
+def run_all(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
+    """Do each run on a lane: its processes inherit the cores of the thread that starts them."""
     cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue[list[int]]()
-    for lane in range(told.lanes):
-        free.put(cores[lane :: told.lanes])
+    for lane in range(options.lanes):
+        free.put(cores[lane :: options.lanes])
 
     def on_a_lane(method: str, seed: int, folder: Path) -> tuple[str, dict[str, float]]:
-        own = free.get()
-        os.sched_setaffinity(0, own)
+        lane_cores = free.get()
+        os.sched_setaffinity(0, lane_cores)
         try:
-            return method, run_one(told, method, seed, folder)
+            return method, run_one(options, method, seed, folder)
         finally:
-            free.put(own)
+            free.put(lane_cores)
 
-    with ThreadPoolExecutor(told.lanes) as lanes:
-        yield from lanes.map(lambda run: on_a_lane(*run), list(runs_of(told)))
+    with ThreadPoolExecutor(options.lanes) as lanes:
+        yield from lanes.map(lambda run: on_a_lane(*run), list(runs_of(options)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    told = parsed(arguments)
-    told.output.mkdir(parents=True, exist_ok=True)
+    options = parse_arguments(arguments)
+    options.output.mkdir(parents=True, exist_ok=True)
     settings = {
         name: value
-        for name, value in vars(told).items()
+        for name, value in vars(options).items()
         if name not in ("output", "methods", "timeout")
     }
     results: dict[str, Any] = {"machine": describe_machine(), "settings": settings, "runs": {}}
-    for method, found in run_all(told):
-        if found:
-            results["runs"].setdefault(method, []).append(found)
-        (told.output / f"{told.task}.json").write_text(json.dumps(results, indent=2) + "\n")
+    for method, figures in run_all(options):
+        if figures:
+            results["runs"].setdefault(method, []).append(figures)
+        (options.output / f"{options.task}.json").write_text(
+            json.dumps(results, indent=2) + "\n"
+        )
     print(as_markdown(results["runs"]))
     return 0
 

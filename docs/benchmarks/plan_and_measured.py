@@ -64,20 +64,20 @@ _TIMEOUT_S = 400.0
 class PlannedAndMeasured:
     """A figure of a finished run, and what the formulas say with the run's own lengths and draws."""
 
-    what: str
+    figure: str
     unit: str
     planned: float
     measured: float
 
     @property
     def error(self) -> float:
-        """How far the formulas are off, as a share of what was measured."""
+        """Return how far the formulas are off, as a share of what was measured."""
         return self.planned / self.measured - 1
 
     def as_json(self) -> dict[str, Any]:
         figures = {"planned": self.planned, "measured": self.measured, "error": self.error}
         rounded = {name: round(value, 3) for name, value in figures.items()}
-        return {"what": self.what, "unit": self.unit, **rounded}
+        return {"what": self.figure, "unit": self.unit, **rounded}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +141,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def calibrate() -> tuple[Device, Speed]:
-    """One core as the plan wants it, measured by torch in a process of its own, so that its threads are its own."""
-    here = Path(__file__).resolve().parent
+    """Describe one core to the plan, measured by torch in a process of its own, so that its threads are its own."""
+    folder = Path(__file__).resolve().parent
     answer = subprocess.run(
-        [sys.executable, str(here / "processor_speed.py")],
+        [sys.executable, str(folder / "processor_speed.py")],
         capture_output=True,
         text=True,
         check=True,
     )
     speed = Speed(**json.loads(answer.stdout.splitlines()[0]))
-    told = measured_core()
+    device = measured_core()
     core = Device(
-        name=told.name, memory_bytes=told.memory_bytes, flops=speed.bfloat16, bandwidth=speed.copy, link=speed.copy / 2,
+        name=device.name, memory_bytes=device.memory_bytes, flops=speed.bfloat16, bandwidth=speed.copy, link=speed.copy / 2,
         source="measured by torch, processor_speed.py", on_cpu=True,
     )  # fmt: skip
     return core, speed
@@ -162,11 +162,11 @@ def run_one(
     name: str, folder: Path, core: Device, *, steps: int, stop: threading.Event
 ) -> list[PlannedAndMeasured]:
     """Run a combination unless its run is there already, and compare."""
-    one, run = Combination.named(name), folder / name / "run"
+    combination, run = Combination.named(name), folder / name / "run"
     if not (run / "summary.json").is_file():
         run.parent.mkdir(exist_ok=True)
         environment = {"HF_HUB_OFFLINE": "1"}
-        command = command_of(one, folder, run, steps=steps)
+        command = command_of(combination, folder, run, steps=steps)
         with ProcessorClock(run) as clock:
             run_bounded(
                 command,
@@ -177,13 +177,13 @@ def run_one(
             )
         (run.parent / "processor.json").write_text(json.dumps(clock.a_step()))
         (run.parent / "memory.json").write_text(json.dumps(clock.peaks))
-    told = json.loads((run / "run.json").read_text())["config"]
-    config = RunConfig.model_validate(told)
+    recorded_config = json.loads((run / "run.json").read_text())["config"]
+    config = RunConfig.model_validate(recorded_config)
     home, machine = RunFolder(run), this_machine()
     site = Site(home, layout_of(config, machine), machine)
     rows = compared(config, site, core)
     spent = json.loads((run.parent / "processor.json").read_text())
-    planned = next(row.planned for row in rows if row.what == "time/step")
+    planned = next(row.planned for row in rows if row.figure == "time/step")
     return [
         *rows,
         PlannedAndMeasured(
@@ -262,7 +262,7 @@ def _model_config(engine: Mapping[str, Any]) -> Any:
 
 
 def as_it_was(work: Workload, metrics: Sequence[Mapping[str, Any]]) -> Workload:
-    """The workload with the lengths and draws that the run's steps had, which no plan can know."""
+    """Give the workload the lengths and draws that the run's steps had, which no plan can know."""
     tokens = fmean(_values(metrics, "completions/mean_length") or [0.0])
     drawn = fmean(_values(metrics, "ycore/sampling/drawn") or [0.0])
     totals = _values(metrics, "num_tokens")
@@ -289,9 +289,9 @@ def _values(metrics: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [float(value) for value in values if isinstance(value, int | float)]
 
 
-def command_of(one: Combination, folder: Path, run: Path, *, steps: int) -> list[str]:
-    """`ycore grpo` on the shaped model."""
-    model = shaped(one.size, folder)
+def command_of(combination: Combination, folder: Path, run: Path, *, steps: int) -> list[str]:
+    """Build the command of `ycore grpo` on the shaped model."""
+    model = shaped(combination.size, folder)
     prompts = write_prompts(folder / "prompts.jsonl")
     rewards = folder / "rewards.py"
     rewards.write_text(_REWARD)
@@ -308,7 +308,7 @@ def command_of(one: Combination, folder: Path, run: Path, *, steps: int) -> list
     words += [
         "--reward",
         f"{rewards}:spread",
-        "--full" if one.full else "--lora",
+        "--full" if combination.full else "--lora",
         "--no-dynamic-sampling",
     ]
     words += [
@@ -323,11 +323,11 @@ def command_of(one: Combination, folder: Path, run: Path, *, steps: int) -> list
     ]
     words += [
         "--processes",
-        str(one.ranks),
-        *(["--accelerate", one.sharding] if one.sharding else []),
+        str(combination.ranks),
+        *(["--accelerate", combination.sharding] if combination.sharding else []),
     ]
     words += ["--set", "engine.max_model_len=512", "--set", f"checkpoint_every={steps}"]
-    if one.judged:
+    if combination.judged:
         judge = folder / "judge.yaml"
         judge.write_text(_JUDGE.format(model=shaped("30m", folder)))
         words += ["--reward", f"judge:{judge}"]
@@ -335,7 +335,7 @@ def command_of(one: Combination, folder: Path, run: Path, *, steps: int) -> list
 
 
 def shaped(size: str, folder: Path) -> Path:
-    """The folder of the random model of this size, made where it is not there yet; the tokenizer is SmolLM2's."""
+    """Return the folder of the random model of this size, made where it is not there yet; its tokenizer is SmolLM2's."""
     model = folder / f"model-{size}"
     if not (model / "tokenizer.json").is_file():
         write_model(size, model, tokenizer=cache_dir() / "builtin" / "smollm2-135m")
@@ -343,9 +343,9 @@ def shaped(size: str, folder: Path) -> Path:
 
 
 def as_lines(name: str, rows: Sequence[PlannedAndMeasured]) -> str:
-    """A row of a Markdown table: planned / measured and the error of each figure."""
+    """Write a row of a Markdown table: planned / measured and the error of each figure."""
     cells = [
-        f"{row.what} {row.planned:.2f} / {row.measured:.2f} {row.unit} ({row.error:+.0%})"
+        f"{row.figure} {row.planned:.2f} / {row.measured:.2f} {row.unit} ({row.error:+.0%})"
         for row in rows
     ]
     return f"| {name} | " + " | ".join(cells) + " |"

@@ -140,7 +140,7 @@ class ProcessorClock:
         return seconds
 
     def a_step(self) -> dict[str, float]:
-        """Mean processor seconds of a step by role, from the end of the first step to the end of the last."""
+        """Return the mean processor seconds of a step by role, from the end of the first step to the end of the last."""
         first, last = min(self._at_step, default=0), max(self._at_step, default=0)
         if last <= first:
             return {}

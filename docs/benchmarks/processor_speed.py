@@ -28,7 +28,7 @@ class Speed:
 
 
 def measure(threads: int) -> Speed:
-    """The speed of so many threads, now; the median of a few tries."""
+    """Measure the speed of so many threads, now; take the median of a few tries."""
     import torch
 
     torch.set_num_threads(threads)
@@ -57,7 +57,7 @@ def _product(dtype: str, inner: int, outer: int, *, threads: int) -> float:
 
 
 def _median_s(work: Callable[[], Any], threads: int) -> float:
-    """Processor seconds a thread, which others at work on the machine disturb little."""
+    """Return processor seconds a thread, which others at work on the machine disturb little."""
     work()
     seconds = []
     for _ in range(_REPEATS):

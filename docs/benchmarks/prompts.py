@@ -27,7 +27,7 @@ _WHERE = (
     "at the edge of a desert",
     "in a forgotten mine",
 )
-_WHAT = (
+_EVENTS = (
     "finds a letter",
     "learns to sing",
     "builds a bridge",
@@ -37,7 +37,7 @@ _WHAT = (
 
 
 def write_prompts(folder: Path, *, kind: str, num_prompts: int, seed: int) -> Path:
-    """`folder/train.jsonl`, a dataset that both sides read; `kind` is one of KINDS."""
+    """Write `folder/train.jsonl`, a dataset that both sides read; `kind` is one of KINDS."""
     make = {"additions": additions, "explanations": explanations, "stories": stories}[kind]
     texts = make(num_prompts, seed=seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def write_prompts(folder: Path, *, kind: str, num_prompts: int, seed: int) -> Pa
 
 
 def additions(num_prompts: int, *, seed: int) -> list[str]:
-    """Questions of `task:addition?digits=1`."""
+    """Load questions of `task:addition?digits=1`."""
     config = RunConfig(
         model="none",
         dataset="task:addition?digits=1",
@@ -64,17 +64,17 @@ def additions(num_prompts: int, *, seed: int) -> list[str]:
 
 
 def explanations(num_prompts: int, *, seed: int) -> list[str]:
-    """The same sums, to be explained."""
+    """Ask for an explanation of the same sums."""
     sums = [text.partition("?")[0] for text in additions(num_prompts, seed=seed)]
     return [f"{text}? Explain how you get the answer." for text in sums]
 
 
 def stories(num_prompts: int, *, seed: int) -> list[str]:
-    """Distinct requests for a story; the same ones for the same seed."""
+    """Draw distinct requests for a story; the same ones for the same seed."""
     every = [
-        f"Tell a short story about {who} {where} who {what}."
+        f"Tell a short story about {who} {where} who {event}."
         for who in _WHO
         for where in _WHERE
-        for what in _WHAT
+        for event in _EVENTS
     ]
     return random.Random(seed).sample(every, num_prompts)

@@ -16,12 +16,12 @@ Runs = Sequence[Sequence[Step]]
 
 
 def counted(run: Sequence[Step]) -> Sequence[Step]:
-    """All steps but the first, which warms up; a run of one step has no other."""
+    """Return all steps but the first, which warms up; a run of one step has no other."""
     return run[1:] or run
 
 
 def summarise(trl: Runs, ycore: Runs, bare: Mapping[str, Any]) -> dict[str, Any]:
-    """One limit on tokens: both sides, the ratio of their medians and of each pair of runs, trainer over bare."""
+    """Summarise one limit on tokens: both sides, the ratio of their medians and of each pair of runs, trainer over bare."""
     sides = {"trl": side(trl), "ycore": side(ycore)}
     return {
         **sides,
@@ -35,7 +35,7 @@ def summarise(trl: Runs, ycore: Runs, bare: Mapping[str, Any]) -> dict[str, Any]
 
 
 def side(runs: Runs) -> dict[str, Any]:
-    """Medians over the counted steps of all runs."""
+    """Return medians over the counted steps of all runs."""
     steps = [step for run in runs for step in counted(run)]
     seconds = [step.seconds for step in steps]
     return {
@@ -51,7 +51,7 @@ def side(runs: Runs) -> dict[str, Any]:
 
 
 def trainer_over_bare(ycore: Runs, bare: Mapping[str, Any]) -> float:
-    """Seconds in the trainer over what the bare passes would take for the tokens of the same step; median of steps."""
+    """Divide the trainer's seconds by what the bare passes take for the tokens of the same step; return the median."""
     per_token: float = median(bare["seconds"]) / bare["tokens"]
     return median(
         step.parts["train"] / (step.tokens * per_token)
@@ -61,7 +61,7 @@ def trainer_over_bare(ycore: Runs, bare: Mapping[str, Any]) -> float:
 
 
 def as_markdown(results: Mapping[str, Any]) -> str:
-    """The tables, ready to paste."""
+    """Write the tables, ready to paste."""
     levels = {int(tokens): level for tokens, level in results["levels"].items()}
     blocks = [
         _settings(results),
@@ -73,11 +73,13 @@ def as_markdown(results: Mapping[str, Any]) -> str:
 
 
 def _settings(results: Mapping[str, Any]) -> str:
-    told = results["settings"]
-    steps = ", ".join(f"{steps} at {tokens} tokens" for tokens, steps in told["steps"].items())
-    batch = f"{told['num_prompts']} prompts x {told['group_size']} completions a step"
-    turns = f"{told['repeats']} runs of each side in turn; steps a run: {steps}; the first of each is not counted"
-    return f"{told['model']}, {told['dtype']}: {batch}; {turns}."
+    settings = results["settings"]
+    steps = ", ".join(
+        f"{steps} at {tokens} tokens" for tokens, steps in settings["steps"].items()
+    )
+    batch = f"{settings['num_prompts']} prompts x {settings['group_size']} completions a step"
+    turns = f"{settings['repeats']} runs of each side in turn; steps a run: {steps}; the first of each is not counted"
+    return f"{settings['model']}, {settings['dtype']}: {batch}; {turns}."
 
 
 def _speed(levels: Mapping[int, Mapping[str, Any]], batch_size: Mapping[str, int]) -> str:
@@ -85,15 +87,15 @@ def _speed(levels: Mapping[int, Mapping[str, Any]], batch_size: Mapping[str, int
     for tokens, level in levels.items():
         names = {"trl": f"TRL, micro-batch {batch_size[str(tokens)]}", "ycore": "ycore"}
         for name, label in names.items():
-            one = level[name]
-            spread = f"{one['seconds']:.1f} | {one['min']:.1f} to {one['max']:.1f}"
-            amount = f"{one['mean_completion']:.1f} | {one['tokens']:.0f}"
+            figures = level[name]
+            spread = f"{figures['seconds']:.1f} | {figures['min']:.1f} to {figures['max']:.1f}"
+            amount = f"{figures['mean_completion']:.1f} | {figures['tokens']:.0f}"
             rows.append(
-                f"{tokens} | {label} | {spread} | {one['steps_per_hour']:.0f} | {amount} | "
+                f"{tokens} | {label} | {spread} | {figures['steps_per_hour']:.0f} | {amount} | "
             )
         pairs = level["ratio_by_pair"]
-        held = _against(level["ratio"], FASTER_THAN_TRL.get(tokens), at_least=True)
-        rows[-1] += f"**{level['ratio']:.2f}** ({min(pairs):.2f} to {max(pairs):.2f}){held}"
+        verdict = _against(level["ratio"], FASTER_THAN_TRL.get(tokens), at_least=True)
+        rows[-1] += f"**{level['ratio']:.2f}** ({min(pairs):.2f} to {max(pairs):.2f}){verdict}"
     head = "tokens | side | s a step | range | steps an hour | mean completion | tokens a step | times TRL"
     return _table(head, rows)
 
@@ -114,11 +116,11 @@ def _trainer(levels: Mapping[int, Mapping[str, Any]]) -> str:
     for tokens, level in levels.items():
         bare, train = level["bare"], level["ycore"]["parts"]["train"]
         seconds = median(bare["seconds"])
-        way = f"batches of {bare['batch_size']}, {'with' if bare['autocast'] else 'without'} autocast"
-        speed = f"{seconds:.1f} ({way}, {bare['padding']:.1%} padding) | {bare['tokens'] / seconds:.0f}"
-        held = _against(level["trainer_over_bare"], TRAINER_OVER_BARE, at_least=False)
+        passes = f"batches of {bare['batch_size']}, {'with' if bare['autocast'] else 'without'} autocast"
+        speed = f"{seconds:.1f} ({passes}, {bare['padding']:.1%} padding) | {bare['tokens'] / seconds:.0f}"
+        verdict = _against(level["trainer_over_bare"], TRAINER_OVER_BARE, at_least=False)
         rows.append(
-            f"{tokens} | {train:.1f} | {bare['tokens']} | {speed} | **{level['trainer_over_bare']:.2f}**{held}"
+            f"{tokens} | {train:.1f} | {bare['tokens']} | {speed} | **{level['trainer_over_bare']:.2f}**{verdict}"
         )
     return _table(
         "tokens | ycore's trainer, s a step | tokens of a round | bare, s | tokens/s | trainer over bare",

@@ -27,7 +27,7 @@ def spread(completion_ids, **columns):
     """Differs with every token, so that one other token is seen."""
     return [sum((place + 1) * token for place, token in enumerate(ids)) % 997 / 997 for ids in completion_ids]
 '''
-WAYS = {
+STRATEGIES = {
     "alone": [],
     **{name: ["--processes", "2", "--accelerate", name] for name in ("ddp", "zero2", "zero3")},
 }
@@ -41,22 +41,22 @@ SAME_TOKENS = (
 Row = Mapping[str, Any]
 
 
-def command(told: argparse.Namespace, name: str, way: str, weights: str) -> list[str]:
+def command(arguments: argparse.Namespace, name: str, strategy: str, weights: str) -> list[str]:
     options: dict[str, Any] = {
-        "--model": told.model,
+        "--model": arguments.model,
         "--dataset": "task:addition?digits=1",
         "--output": name,
     }
     options |= {
         "--reward": "spread.py:spread",
-        "--prompts-per-step": told.prompts,
-        "--group-size": told.group_size,
+        "--prompts-per-step": arguments.prompts,
+        "--group-size": arguments.group_size,
     }
     options |= {
-        "--max-tokens": told.tokens,
-        "--steps": told.steps,
+        "--max-tokens": arguments.tokens,
+        "--steps": arguments.steps,
         "--seed": 0,
-        "--learning-rate": told.learning_rate,
+        "--learning-rate": arguments.learning_rate,
     }
     words = [str(word) for pair in options.items() for word in pair]
     fixed = [
@@ -68,27 +68,27 @@ def command(told: argparse.Namespace, name: str, way: str, weights: str) -> list
         f"--{weights}",
     ]
     run = [sys.executable, "-c", "from ycore_cli.main import main; main()", "grpo"]
-    return [*run, *words, *fixed, *WAYS[way], *told.more]
+    return [*run, *words, *fixed, *STRATEGIES[strategy], *arguments.more]
 
 
-def compare(one: Sequence[Row], two: Sequence[Row]) -> dict[str, Any]:
-    """Over the steps that wrote the same tokens: the largest differences, and the first step that did not."""
+def compare(alone: Sequence[Row], parallel: Sequence[Row]) -> dict[str, Any]:
+    """Return the largest differences over the steps that wrote the same tokens, and how many steps did."""
     same = 0
-    while same < min(len(one), len(two)) and all(
-        _near(one[same][key], two[same][key]) for key in SAME_TOKENS
+    while same < min(len(alone), len(parallel)) and all(
+        _near(alone[same][key], parallel[same][key]) for key in SAME_TOKENS
     ):
         same += 1
-    pairs = list(zip(one[:same], two[:same], strict=True))
+    pairs = list(zip(alone[:same], parallel[:same], strict=True))
     return {
         "steps": same,
-        "of": len(one),
+        "of": len(alone),
         "loss": max((abs(a["loss"] - b["loss"]) for a, b in pairs), default=float("nan")),
         "grad_norm": max(
             (abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs), default=float("nan")
         ),
-        "gap": max((row["ycore/logprob_gap"] for row in two), default=float("nan")),
-        "moved": sum(row["ycore/bytes_moved"] for row in two),
-        "balance": max((row.get("ycore/balance/after", 1.0) for row in two), default=1.0),
+        "gap": max((row["ycore/logprob_gap"] for row in parallel), default=float("nan")),
+        "moved": sum(row["ycore/bytes_moved"] for row in parallel),
+        "balance": max((row.get("ycore/balance/after", 1.0) for row in parallel), default=1.0),
     }
 
 
@@ -100,12 +100,12 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     head = "weights | way | steps with the same tokens | loss, largest difference | gradient norm, largest relative"
     head += " | engine's logprob gap | kB moved between ranks | tokens, busiest rank over mean"
     lines = [f"| {head} |", "| " + " | ".join("---" for _ in head.split("|")) + " |"]
-    for name, one in results["compared"].items():
-        weights, way = name.split("-")
-        figures = f"{one['loss']:.1e} | {one['grad_norm']:.1e} | {one['gap']:.1e} | {one['moved'] / 1e3:.1f}"
-        lines.append(
-            f"| {weights} | {way} | {one['steps']} of {one['of']} | {figures} | {one['balance']:.3f} |"
-        )
+    for name, comparison in results["compared"].items():
+        weights, strategy = name.split("-")
+        gaps = f"{comparison['loss']:.1e} | {comparison['grad_norm']:.1e} | {comparison['gap']:.1e}"
+        steps = f"{comparison['steps']} of {comparison['of']}"
+        between_ranks = f"{comparison['moved'] / 1e3:.1f} | {comparison['balance']:.3f}"
+        lines.append(f"| {weights} | {strategy} | {steps} | {gaps} | {between_ranks} |")
     return "\n".join(lines)
 
 
@@ -123,28 +123,32 @@ def main() -> None:
         "--weights", nargs="+", default=["lora", "full"], choices=["lora", "full"]
     )
     parser.add_argument(
-        "--ways", nargs="+", default=["ddp", "zero2", "zero3"], choices=list(WAYS)
+        "--ways", nargs="+", default=["ddp", "zero2", "zero3"], choices=list(STRATEGIES)
     )
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--output", type=Path, default=Path("runs/same_losses"))
-    told, told.more = parser.parse_known_args()
-    told.output.mkdir(parents=True)
-    (told.output / "spread.py").write_text(REWARD)
-    if Path(told.model).is_dir():
-        told.model = str(Path(told.model).resolve())
+    arguments, arguments.more = parser.parse_known_args()
+    arguments.output.mkdir(parents=True)
+    (arguments.output / "spread.py").write_text(REWARD)
+    if Path(arguments.model).is_dir():
+        arguments.model = str(Path(arguments.model).resolve())
     results: dict[str, Any] = {"machine": describe_machine(), "compared": {}}
-    for weights in told.weights:
+    for weights in arguments.weights:
         rows: dict[str, list[dict[str, Any]]] = {}
-        for way in ("alone", *told.ways):
-            name = f"{weights}-{way}"
-            words, stop = command(told, name, way, weights), threading.Event()
+        for strategy in ("alone", *arguments.ways):
+            name = f"{weights}-{strategy}"
+            words, stop = command(arguments, name, strategy, weights), threading.Event()
             run_bounded(
-                words, folder=told.output, environment={}, timeout_s=told.timeout, stop=stop
+                words,
+                folder=arguments.output,
+                environment={},
+                timeout_s=arguments.timeout,
+                stop=stop,
             )
-            rows[way] = read_metrics(told.output / name / "metrics.jsonl")
-            if way != "alone":
-                results["compared"][name] = compare(rows["alone"], rows[way])
-            (told.output / "results.json").write_text(json.dumps(results, indent=2))
+            rows[strategy] = read_metrics(arguments.output / name / "metrics.jsonl")
+            if strategy != "alone":
+                results["compared"][name] = compare(rows["alone"], rows[strategy])
+            (arguments.output / "results.json").write_text(json.dumps(results, indent=2))
     print(as_markdown(results))
 
 

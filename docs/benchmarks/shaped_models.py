@@ -39,7 +39,7 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def write_model(name: str, folder: Path, *, tokenizer: Path, seed: int = 0) -> Path:
-    """A random Llama of the shape `name` in bfloat16 in `folder`, with the tokenizer of the folder `tokenizer`."""
+    """Write a random Llama of the shape `name` in bfloat16 in `folder`, with the tokenizer of the folder `tokenizer`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,7 +64,7 @@ def write_model(name: str, folder: Path, *, tokenizer: Path, seed: int = 0) -> P
 
 
 def write_prompts(file: Path, *, num: int = 64) -> Path:
-    """Prompts of about the same length."""
+    """Write prompts of about the same length."""
     rows = [
         {
             "prompt": f"What is {100 + n} plus {200 + n}? Say the number, and then how you found it."

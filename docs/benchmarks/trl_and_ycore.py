@@ -126,28 +126,28 @@ def parse(arguments: Sequence[str] | None) -> Plan:
     )
     add("--output", type=Path, default=Path("runs/benchmark"))
     add("--timeout", type=float, default=900.0, help="seconds that one run may take")
-    given = parser.parse_args(arguments)
-    levels = [str(level).partition(":") for level in given.tokens or ["16", "128"]]
+    options = parser.parse_args(arguments)
+    levels = [str(level).partition(":") for level in options.tokens or ["16", "128"]]
     return Plan(
-        model=given.model,
-        steps={int(tokens): int(steps or given.steps) for tokens, _, steps in levels},
-        repeats=given.repeats,
-        num_prompts=given.prompts,
-        about=given.about,
-        group_size=given.group_size,
-        seed=given.seed,
-        dtype=given.dtype,
-        learning_rate=given.learning_rate,
-        engine=given.engine,
-        trl_batch_sizes=tuple(given.trl_batch_size or (8, 16, 32, 64)),
-        bare_batch_sizes=tuple(given.bare_batch_size or (4, 8, 16)),
-        output=given.output.resolve(),
-        timeout_s=given.timeout,
+        model=options.model,
+        steps={int(tokens): int(steps or options.steps) for tokens, _, steps in levels},
+        repeats=options.repeats,
+        num_prompts=options.prompts,
+        about=options.about,
+        group_size=options.group_size,
+        seed=options.seed,
+        dtype=options.dtype,
+        learning_rate=options.learning_rate,
+        engine=options.engine,
+        trl_batch_sizes=tuple(options.trl_batch_size or (8, 16, 32, 64)),
+        bare_batch_sizes=tuple(options.bare_batch_size or (4, 8, 16)),
+        output=options.output.resolve(),
+        timeout_s=options.timeout,
     )
 
 
 def benchmark(plan: Plan) -> dict[str, Any]:
-    """Every level after the other, written down after each."""
+    """Measure one level after the other, and write the results after each."""
     model = model_folder(plan.model)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -219,7 +219,7 @@ class Level:
         )
 
     def _fastest_batch_size(self) -> int:
-        """TRL's best micro-batch, by one short run each; a size that fails, as for want of memory, is out."""
+        """Find TRL's fastest micro-batch by one short run each; a size that fails, as for want of memory, is out."""
         sizes = self._plan.trl_batch_sizes
         if len(sizes) == 1:
             return sizes[0]
@@ -245,7 +245,7 @@ class Level:
         return self._note(name, ycore_steps(folder))
 
     def _bare(self, recorded: str) -> dict[str, Any]:
-        """The bare passes over the last round of a recorded run of ycore."""
+        """Time the bare passes over the last round of a recorded run of ycore."""
         folder = self._folder("bare")
         lengths = round_lengths(self._folder(recorded), step=self._settings.steps - 1)
         order = {

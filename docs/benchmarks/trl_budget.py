@@ -24,9 +24,11 @@ DONE = "seconds.json"
 
 
 def score(prompts: list[Any], completions: list[Any], **columns: Any) -> list[Any]:
-    given = {name: values for name, values in columns.items() if isinstance(values, list)}
+    list_columns = {
+        name: values for name, values in columns.items() if isinstance(values, list)
+    }
     rewards: list[Any] = getattr(builtin, os.environ["METHOD_REWARD"])(
-        prompts, completions, **given
+        prompts, completions, **list_columns
     )
     return rewards
 
@@ -64,8 +66,12 @@ class Budget(TrainerCallback):  # type: ignore[misc]
                 // args.num_generations
             )
             self._taught += groups * (1 - logs["frac_reward_zero_std"])
-        found = {"steps": state.global_step, "seconds": self._seconds, "taught": self._taught}
-        Path(DONE).write_text(json.dumps(found))
+        progress = {
+            "steps": state.global_step,
+            "seconds": self._seconds,
+            "taught": self._taught,
+        }
+        Path(DONE).write_text(json.dumps(progress))
 
 
 if "METHOD_BUDGET_S" in os.environ:

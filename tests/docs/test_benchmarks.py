@@ -226,7 +226,9 @@ def test_methods_are_compared_at_the_same_seconds(parts: Any) -> None:
     assert (
         shown.splitlines()[2].startswith("| `fast` | 0.200 | 0.900") and "| 5 | 2160 |" in shown
     )
-    told = parts.methods.parsed(["--methods", "gspo", "--task", "gym", "--budget", "40"])
+    told = parts.methods.parse_arguments(
+        ["--methods", "gspo", "--task", "gym", "--budget", "40"]
+    )
     words = parts.methods.command(told, "gspo", 3, Path("out"))
     assert words[3:6] == ["grpo", "--recipe", "quickstart"] and words[-3:] == [
         "3",
@@ -260,7 +262,7 @@ def test_runs_that_go_on_at_once_have_cores_of_their_own(
         "--output",
         str(tmp_path),
     ]
-    found = list(parts.methods.run_all(parts.methods.parsed(told)))
+    found = list(parts.methods.run_all(parts.methods.parse_arguments(told)))
     assert [method for method, _ in found] == names
     assert set.union(*cores.values()) == os.sched_getaffinity(0)
     assert sum(map(len, cores.values())) == len(os.sched_getaffinity(0))

@@ -255,7 +255,7 @@ def test_every_method_can_be_compared(
     side: str, tmp_path: Path, load_script: Callable[[str], Any]
 ) -> None:
     script = load_script("methods")
-    told = script.parsed([])
+    told = script.parse_arguments([])
     words = script.command(told, side, 0, tmp_path / "run")[len(script.YCORE) :]
     assert run([*words, "--dry-run"]) == 0
 

@@ -26,6 +26,7 @@ SOURCES = sorted(
         *(ROOT / "recipes").rglob("*.py"),
     ]
 )
+BENCHMARKS = sorted((ROOT / "docs" / "benchmarks").rglob("*.py"))
 
 MAX_TOKENS = 310_000
 MAX_TOKENS_PER_LINE = 8.17
@@ -302,6 +303,16 @@ def test_variables_say_what_they_hold() -> None:
         name for path in SOURCES for name in names_bound_in(path) if name.strip("_") in VAGUE
     )
     assert vague.total() <= MAX_VAGUE_NAMES, vague
+
+
+def test_variables_of_benchmarks_say_what_they_hold() -> None:
+    vague = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in BENCHMARKS
+        for name in names_bound_in(path)
+        if name.strip("_") in VAGUE
+    ]
+    assert BENCHMARKS and vague == []
 
 
 def test_docstrings_are_sentences() -> None:

@@ -216,6 +216,12 @@ def test_gym_pays_nothing_for_what_a_scorer_cannot_read(task: str, text: str) ->
     assert score("gym", text, **gym_row(task)) == 0.0
 
 
+def test_gym_raises_where_the_row_is_at_fault_and_not_the_text() -> None:
+    row = gym_row("prime_factorization") | {"gym_entry": json.dumps({"answer": None})}
+    with pytest.raises(ValueError, match=r"invalid literal"):
+        score("gym", "no idea", **row)
+
+
 def test_gym_says_that_it_does_not_know_a_task() -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match="no_such_task"):

@@ -9,7 +9,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache, lru_cache
 from math import exp
 from statistics import fmean
@@ -266,9 +265,11 @@ def _gym_score(text: str, task: str, entry: JsonObject) -> float:
         is_right = "/" not in number.text and gives(text, right)
         text = right if is_right else numbers[-1].digits
     scorer = _gym_scorer(task)
-    with suppress(Exception):  # of some scorers, for a text that is no answer to their task
+    try:
         return float(scorer(text, entry))
-    return 0.0
+    except Exception:  # noqa: BLE001 (of some scorers, for a text that is no answer to their task)
+        scorer(right, entry)  # raises too where the row or the scorer is at fault
+        return 0.0
 
 
 @cache

@@ -186,8 +186,9 @@ class JudgeScorer(Scorer):
             rendered = tokenizer.chat_template and tokenizer.apply_chat_template(
                 NO_PROMPT, tokenize=False, add_generation_prompt=True
             )
-            # Structured output begins with the verdict all the same.
-            in_thinking = hasattr(judge.verdict, "tag") and "<think>" in str(rendered)[-9:]
+            # Structured output begins with the verdict all the same. Of other tags than this a verdict knows nothing.
+            opens_thinking = str(rendered).rstrip().endswith(THINKING.rstrip())
+            in_thinking = opens_thinking and hasattr(judge.verdict, "tag")
         return cls(
             name,
             Questioner(judge, special),

@@ -47,7 +47,6 @@ _PRODUCT_SIZE = 2048
 _READ_BYTES = 512 * 2**20
 _REPEATS = 5
 _POLL_S = 0.1
-_IDLE, _IO_WAIT = 3, 4  # of psutil.cpu_times() on Linux
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +107,9 @@ class IdleCores:
         """Idle core seconds over all; None where the run ended before it was seen."""
         if self._at.keys() != {1, self._steps}:
             return None
-        spent = [
-            after - before
-            for before, after in zip(self._at[1], self._at[self._steps], strict=True)
-        ]
-        idle_share: float = (spent[_IDLE] + spent[_IO_WAIT]) / sum(spent)
-        return idle_share
+        before, after = self._at[1], self._at[self._steps]
+        idle_s: float = (after.idle + after.iowait) - (before.idle + before.iowait)
+        return idle_s / (sum(after) - sum(before))
 
 
 def _fastest(work: Callable[[], object]) -> float:
@@ -264,7 +260,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     return {
         "machine": describe_machine(),
-        "settings": {key: str(value) for key, value in vars(arguments).items()},
+        "settings": vars(arguments) | {"output": arguments.output.name},
         "speeds": asdict(speeds),
         "idle_cores": idle.share,
         "step": median(row["ycore/time/step"] for row in rows),

@@ -360,10 +360,9 @@ def _pairs(tests: Sequence[Any], function: str) -> UnitTests | StdioTests:
             raise ValueError(
                 f"test {number} is no text and has no input and output: {str(test)[:80]}"
             )
-    kinds = [f"{test.get('testtype')} {test.get('type')}" for test in tests]
-    if not function and "function" in " ".join(
-        kinds
-    ):  # `functional`, PrimeIntellect's `function_call`
+    # LiveCodeBench's `functional`, PrimeIntellect's `function_call`.
+    kinds = " ".join(f"{test.get('testtype')} {test.get('type')}" for test in tests)
+    if not function and "function" in kinds:
         raise ValueError(
             "its tests call a function, and neither metadata nor a column fn_name or entry_point names it"
         )

@@ -93,6 +93,23 @@ def test_lines_and_warnings(tmp_path: Path) -> None:
     assert read(tmp_path, "sft", called, PLAIN)["lost"] == ["the tool_calls of the assistant"]
 
 
+def test_other_keys_of_turns_that_the_template_leaves_out_are_told_in_one_line(
+    tmp_path: Path,
+) -> None:
+    asked = {"role": "user", "content": "a", "name": "Ann", "id": 7, "language": None}
+    answer = {"role": "assistant", "content": "b", "thought": "Add.", "prefix": True}
+    called = {"role": "tool", "content": "Ann", "name": "Ann", "tool_call_id": "x"}
+    turns = [asked, {"role": "assistant", "content": "c"}, called, answer]
+    reading = read(tmp_path, "sft", {"messages": turns}, PLAIN)
+    assert reading["lost"] == ["prefix of the assistant", "thought of the assistant"]
+    (warning,) = reading_warnings(reading, has_tools=False)
+    assert all(part in warning for part in reading["lost"])
+    assert (
+        read(tmp_path, "sft", {"messages": [asked, answer]}, PLAIN)["lost"][0]
+        == "name of the user"
+    )
+
+
 def test_a_long_row_is_cut_in_the_middle(tmp_path: Path) -> None:
     lines = reading_rows(read(tmp_path, "grpo", {"prompt": "a" * 5000}))
     assert all(len(line) <= 70 for _, line in lines) and len(lines) < 7

@@ -20,7 +20,8 @@ _WIDTH = 68
 _MAX_LINES = 3
 _MEASURED_ROWS = 16  # whose length stands for all
 _TOKEN_CHARACTERS = 4  # a rough mean, for the forecast of seconds alone
-_BESIDE = ("tools", "functions", "function_calls")  # keys of a turn
+_TURN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "id", *REASONING_COLUMNS}
+"""Keys of a turn that are looked for in other ways, or that no template writes."""
 
 
 def rows_read(
@@ -101,10 +102,8 @@ def reading_warnings(reading: Record, *, has_tools: bool) -> list[str]:
         f"the column {name} is not used, and its name says that it matters; rename it to what it is, or remove it"
         for name in reading["expected"]
     ]
-    lines += [
-        f"the chat template does not show {part}: the model will not see it"
-        for part in reading["lost"]
-    ]
+    if lost := ", ".join(reading["lost"]):
+        lines.append(f"the chat template does not show {lost}: the model will not see it")
     if has_tools and "tools" in reading["in_words"].split(", "):
         lines.append("the rows' tools are not used: the run has tools of its own")
     return lines
@@ -209,7 +208,7 @@ class _RowWriter:
             if not _are_named(turn.get("tool_calls") or (), text):
                 self.lost.add(f"the tool_calls of the {role}")
             self.lost.update(
-                f"{key} of the {role}" for key in _BESIDE if is_lost(turn.get(key))
+                f"{key} of the {role}" for key in turn.keys() - _TURN_KEYS if is_lost(turn[key])
             )
             content = turn.get("content")
             if isinstance(content, str):

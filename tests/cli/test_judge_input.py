@@ -146,7 +146,7 @@ def test_a_dry_run_refuses_the_placements_that_a_launch_would(
         ),
         (
             "--reward agrees:pairs.yaml",
-            "with or without prompt; it has prompt, answer; name yours, e.g. --set columns.chosen=",
+            "with or without prompt; it has prompt, answer; name yours: --set columns.chosen=",
         ),
         ("--reward rm:model", "must be a sequence classifier with one label"),
         ("--reward rm:no-such/folder/here", "reward model no-such/folder/here: "),

@@ -193,7 +193,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
     (
         "sft",
         [{"a": "b"}],
-        r"lacks the columns messages.*it has a; name yours, e.g. --answer-column a",
+        r"lacks the columns messages.*it has a; name yours: --prompt-column .* --answer-column ",
     ),
     (
         "dpo",

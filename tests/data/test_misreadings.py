@@ -56,6 +56,18 @@ PAIR = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
         ({**PAIR, "label": 0}, "dpo", ["label"]),
         ({"text": "Hi?", "role": "prompter"}, "sft", ["role"]),  # a tree of OpenAssistant
         ({**QUESTION, "complex_cot": "It burns."}, "sft", ["complex_cot"]),
+        (
+            {**QUESTION, "thinking_trajectories": ["It burns."]},
+            "sft",
+            ["thinking_trajectories"],
+        ),  # s1K
+        ({**PAIR, "chosen_reasoning": "Add."}, "dpo", ["chosen_reasoning"]),
+        ({**PAIR, "chat_history": [user("Hi"), said("Hello")]}, "dpo", ["chat_history"]),
+        ({**QUESTION, "system_instruction": "Be brief."}, "grpo", ["system_instruction"]),
+        ({**QUESTION, "contexts": ["The sun is."]}, "grpo", ["contexts"]),
+        ({**QUESTION, "knowledge": "The sun is."}, "sft", ["knowledge"]),
+        ({"messages": TURNS, "available_tools": TOOLS}, "sft", ["available_tools"]),
+        ({"prompt": "2 + 2?", "completion": "4", "tool_calls": TOOLS}, "sft", ["tool_calls"]),
     ],
 )
 def test_columns_that_change_the_question_or_what_is_learned_are_warned_of(
@@ -165,6 +177,79 @@ def test_what_would_be_learned_wrongly_is_refused(row: dict[str, Any], tmp_path:
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
     with pytest.raises(DataError, match=r"row 0 \(line 1\).*(?:remove|make)"):
         examples(path, "sft")
+
+
+@pytest.mark.parametrize("text", [TURNS, "\n\nHuman: 2 + 2?\n\nAssistant: 4"])
+def test_system_and_history_stand_before_a_conversation_in_the_column_text(
+    text: Any, tmp_path: Path
+) -> None:
+    row = {"text": text, "system": "Be brief.", "history": [["Hi", "Hello"]]}
+    read = examples(write_jsonl(tmp_path / "rows.jsonl", [row]), "sft")
+    (example,) = read.train
+    assert example["prompt"] == [SYSTEM, user("Hi"), said("Hello"), *TURNS[:1]]
+    assert read.reading["in_words"] == "question from system + history + text, answer from text"
+
+
+def test_a_system_prompt_beside_a_text_that_asks_nothing_is_refused(tmp_path: Path) -> None:
+    row = {"text": "Once upon a time.", "system": "Be brief."}
+    with pytest.raises(DataError, match=r"row 0 .*system prompt.*no question before 'text'"):
+        examples(write_jsonl(tmp_path / "rows.jsonl", [row]), "sft")
+    alone = write_jsonl(tmp_path / "rows.jsonl", [row | {"system": ""}])
+    assert examples(alone, "sft").train == [{"text": row["text"]}]
+
+
+def test_the_plan_says_that_pairs_share_the_question_after_a_system_prompt(
+    tmp_path: Path,
+) -> None:
+    row = {"system": "Be.", "chosen": TURNS, "rejected": [TURNS[0], said("5")]}
+    read = examples(write_jsonl(tmp_path / "rows.jsonl", [row]), "dpo").reading["in_words"]
+    assert read.startswith("question from system + what chosen and rejected share, ")
+
+
+def test_tools_may_be_a_list_of_json_in_texts(tmp_path: Path) -> None:
+    """When2Call has them so."""
+    texts = [json.dumps(tool) for tool in TOOLS]
+    rows = [{"messages": TURNS, "tools": tools} for tools in (texts, "nan")]
+    read = examples(write_jsonl(tmp_path / "rows.jsonl", rows), "sft").train
+    tools = sorted(json.loads(row["tools"] or "[]") for row in read)
+    assert tools == [[], TOOLS]
+
+
+@pytest.mark.parametrize("tools", [["add", "sub"], {"add": {}}, 3, True])
+def test_tools_that_are_no_schemas_are_refused_with_their_value(
+    tools: Any, tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": TURNS, "tools": tools}])
+    with pytest.raises(
+        DataError, match=r"'tools' is .* in row 0 .*list of tools.*correct"
+    ) as caught:
+        examples(path, "sft")
+    assert repr(tools) in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["sft", "kto", "dpo"])
+def test_turns_without_a_question_teach_nothing(method: str, tmp_path: Path) -> None:
+    def row(question: str, label: bool) -> dict[str, Any]:
+        turns = [user(question), said("4")]
+        if method == "dpo":
+            return {"chosen": turns, "rejected": [user(question), said("5")]}
+        return {"messages": turns, "label": label}
+
+    rows = [row("2 + 2?", True), row("3 + 1?", False), row(" ", True)]
+    read = examples(write_jsonl(tmp_path / "rows.jsonl", rows), method)
+    assert len(read.train) == 2 and read.left_out == {"no question": 1}
+
+
+def test_the_way_out_of_unknown_columns_leads_out(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"Question": "2 + 2?", "Response": "4"}])
+    for names in ({}, {"answer_column": "Response"}):
+        with pytest.raises(DataError, match=r"--prompt-column .*--answer-column "):
+            examples(path, "sft", **names)
+    (row,) = examples(path, "sft", prompt_column="Question", answer_column="Response").train
+    assert row == {"prompt": TURNS[:1], "completion": TURNS[1:]}
+    write_jsonl(path, [PAIR | {"label": 1}])
+    with pytest.raises(DataError, match=r"unlabelled prompt, chosen and rejected"):
+        examples(path, "kto")
 
 
 def test_an_answer_in_tags_is_compared_without_them() -> None:

@@ -91,9 +91,11 @@ GOLD_COLUMNS = (
 _EXPECTED_COLUMNS = r"""(?ix)
     # The question itself, and what belongs before it.
     prompt | messages | conversations? | question(_content)? | problem | instruction | query | inputs?
-    | system(_prompt|_message)? | tools | functions | chat_template_kwargs | history | trajectory | role
+    | sys(tem)?(_\w+)? | instructions | (\w+_)?tools | tool_\w+ | functions | chat_template_kwargs
+    | (\w+_)?history | previous_\w+ | trajectory | role
     # What the question is about.
-    | context(_messages)? | documents? | passage | article | body | paragraph | story | support | hint | starter_code
+    | contexts? | context_messages | documents? | passages? | article | body | paragraph | story | support | hint
+    | starter_code | knowledge | facts? | evidence | tables? | schema | premise | hypothesis
     # The answers to choose from: choices, b, option_b, Choice 2, opb.
     | choices | options | [a-e] | (option|choice|distractor)[ _]?\w | op[a-e]
     # Pictures and sounds: image, decoded_image, img_0, video path.
@@ -102,9 +104,10 @@ _EXPECTED_COLUMNS = r"""(?ix)
     | reasoning(_content)? | thinking | weights? | loss_mask | margin | soft_label
 """
 """Names of columns that belong to a question, or say what it is to teach: the plan warns where one is not used."""
-_EXPECTED_BESIDE_ANSWERS = (
-    rf"{_EXPECTED_COLUMNS} | label | kto_tag | (complex_)?cot | chain_of_thought | rationale"
-)
+_EXPECTED_BESIDE_ANSWERS = rf"""{_EXPECTED_COLUMNS}
+    | label | kto_tag | (complex_)?cot | chain_of_thought | rationale
+    | \w+_(reasoning|thinking)(_\w+)? | thinking_\w+
+"""
 """Names that matter too beside an answer that is learned."""
 _BEGINS_CHAT = re.compile(
     r"<\|im_start\|>|<s>|\[INST\]|<bos>|<\|(begin_of_text|start_header_id)\|>"
@@ -409,8 +412,7 @@ class RowReader:
             )
         if was_dialogue and any(_is_empty([turn]) for turn in turns):
             return "a turn is empty"
-        is_asked = not turns or turns[-1]["role"] != "user" or last_words
-        if not is_asked and not self._has_image_columns:
+        if self._asks_nothing(turns):
             return "no question"
         heads: list[list[Message]] = []
         learned: dict[str, Content] = {}
@@ -420,6 +422,11 @@ class RowReader:
         if heads[0] != heads[-1]:
             return "conversations part before the last answer"
         return Row(heads[0], learned)
+
+    def _asks_nothing(self, turns: list[Message]) -> bool:
+        """Tell whether the last question is blank, and no column has a picture in its place."""
+        is_asked = not turns or turns[-1]["role"] != "user" or last_text(turns).strip()
+        return not is_asked and not self._has_image_columns
 
     @property
     def _question_name(self) -> str | None:
@@ -432,7 +439,9 @@ class RowReader:
         question, answer = self._split_last_answer(turns)
         if _is_empty(answer):
             return "no answer"
-        return Row(question, {"completion": answer}) if question else "no question"
+        if not question or self._asks_nothing(question):
+            return "no question"
+        return Row(question, {"completion": answer})
 
     def _split_last_answer(self, turns: list[Message]) -> tuple[list[Message], list[Message]]:
         """Split a conversation before the turns of the assistant at its end; questions that nobody answers are cut."""
@@ -445,11 +454,20 @@ class RowReader:
     def _whole_text(self, row: TableRow) -> Row | str:
         """Read the column `text`, which holds a conversation or is learned as it stands."""
         content = content_of(row, "text", self.roles)
+        if isinstance(content, str) and self.needs.as_chat and is_dialogue(content):
+            content = to_messages(content)
         if isinstance(content, list):
-            return self._cut(content)
-        if self.needs.as_chat and is_dialogue(content):
-            return self._cut(to_messages(content))
+            return self._cut(self._after_history(content, row))
+        self._refuse_history(row, "'text'")
         return Row(None, {"text": content}) if content.strip() else "no text"
+
+    def _refuse_history(self, row: TableRow, columns: str) -> None:
+        """DataError where a system prompt or earlier turns would stand before no question."""
+        if self._after_history([], row):
+            raise DataError(
+                f"{row.place} has a system prompt or a history, and no question before {columns}; "
+                "name the question's column with --prompt-column, or make them chat turns"
+            )
 
     def _pair(self, row: TableRow) -> Row | str:
         """Read a better and a worse answer, with the question that a column has or that both begin with."""
@@ -476,11 +494,7 @@ class RowReader:
     def _pair_alone(self, row: TableRow, chosen: Content, rejected: Content) -> Row | str:
         """Return a pair without a column for its question, which is the common beginning of both."""
         if isinstance(chosen, str) and isinstance(rejected, str):
-            if self._system or self._history_columns:
-                raise DataError(
-                    f"{row.place} has a system prompt or a history, and no question before 'chosen' and 'rejected'; "
-                    "name the question's column with --prompt-column, or make them chat turns"
-                )
+            self._refuse_history(row, "'chosen' and 'rejected'")
             if self.needs.as_chat or "Assistant:" not in chosen:
                 self.notes["questions are the common beginning of chosen and rejected"] += 1
             return _split_texts(chosen, rejected)
@@ -494,16 +508,18 @@ class RowReader:
         if not (differ_last and are_answers):
             return "conversations part before the last answer"
         question = self._after_history(chosen[:-1], row)
+        if self._asks_nothing(question):
+            return "no question"
         return Row(question, {"chosen": chosen[-1:], "rejected": rejected[-1:]})
 
     def tools(self, row: TableRow) -> Sequence[Any]:
         """Return the tools that the chat template lists before the question."""
-        value = self._template_cell(row, "tools") or ()
-        if not isinstance(value, Sequence) or not all(
-            isinstance(tool, Mapping) for tool in value
-        ):
+        value = self._template_cell(row, "tools") or []
+        with suppress(ValueError, TypeError):
+            value = [parse_literal(tool) if isinstance(tool, str) else tool for tool in value]
+        if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
             raise DataError(
-                f"'tools' is {type(value).__name__} in {row.place}; it is a list of tools as JSON schemas"
+                f"'tools' is {value!r:.60} in {row.place}; it is a list of tools as JSON schemas: correct the cell"
             )
         return value
 
@@ -623,19 +639,19 @@ class RowReader:
 
     def in_words(self) -> str:
         """`question from instruction + input, answer from output, tools`."""
-        columns = (self._system, *self._history_columns, self._question_name, *self._joined)
-        question = " + ".join(name for name in columns if name)
+        question = self.prompt_column or "the environment"
         answer = " + ".join(name for name in (self._reasoning, self.answer) if name)
         if self.reads_pairs:
-            question = question or "what chosen and rejected share"
+            question = self._question_name or "what chosen and rejected share"
             answer = "chosen and rejected"
         elif self.needs.kind != "prompts":
-            question = question or "text"
-            answer = answer or self._question_name or question
-        parts = [f"question from {question or self.prompt_column or 'the environment'}"]
+            question = self._question_name or "text"
+            answer = answer or question
+        parts = (self._system, *self._history_columns, question, *self._joined)
+        words = f"question from {' + '.join(filter(None, parts))}"
         if answer:
-            parts.append(f"answer from {answer}")
-        return ", ".join([*parts, *self._for_template])
+            words += f", answer from {answer}"
+        return ", ".join([words, *self._for_template])
 
 
 def _says_more(value: Any, words: str) -> bool:
@@ -696,7 +712,7 @@ def _parsed(row: TableRow, column: str) -> Any:
     value = row.own_cell(column)
     if not isinstance(value, str):
         return value
-    if not value.strip():
+    if _is_blank(value):
         return None
     try:
         return parse_literal(value)

@@ -110,6 +110,11 @@ def test_other_keys_of_turns_that_the_template_leaves_out_are_told_in_one_line(
     )
 
 
+def test_tools_beside_a_text_are_lost(tmp_path: Path) -> None:
+    row = {"text": "a story", "tools": [{"name": "add"}]}
+    assert read(tmp_path, "sft", row)["lost"] == ["the row's tools"]
+
+
 def test_a_long_row_is_cut_in_the_middle(tmp_path: Path) -> None:
     lines = reading_rows(read(tmp_path, "grpo", {"prompt": "a" * 5000}))
     assert all(len(line) <= 70 for _, line in lines) and len(lines) < 7

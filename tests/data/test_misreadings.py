@@ -65,7 +65,10 @@ PAIR = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
         ({**PAIR, "chat_history": [user("Hi"), said("Hello")]}, "dpo", ["chat_history"]),
         ({**QUESTION, "system_instruction": "Be brief."}, "grpo", ["system_instruction"]),
         ({**QUESTION, "contexts": ["The sun is."]}, "grpo", ["contexts"]),
-        ({**QUESTION, "knowledge": "The sun is."}, "sft", ["knowledge"]),
+        ({**QUESTION, "premise": "The sun is."}, "sft", ["premise"]),
+        ({**PAIR, "winner": "model_b"}, "dpo", ["winner"]),
+        ({**PAIR, "overall_preference": -2}, "reward", ["overall_preference"]),
+        ({**PAIR, "prefix": "Step 1."}, "dpo", ["prefix"]),
         ({"messages": TURNS, "available_tools": TOOLS}, "sft", ["available_tools"]),
         ({"prompt": "2 + 2?", "completion": "4", "tool_calls": TOOLS}, "sft", ["tool_calls"]),
     ],
@@ -86,6 +89,7 @@ def test_columns_that_change_the_question_or_what_is_learned_are_warned_of(
         ({**QUESTION, "question": "Which?\nA. sun\nB. ice", "choices": ["sun", "ice"]}, "grpo"),
         ({**QUESTION, "context": "", "input": "nan", "system_message": None}, "grpo"),
         ({**QUESTION, "label": 3}, "grpo"),  # rewards get it
+        ({"messages": TURNS, "knowledge": "Adding."}, "sft"),  # Magpie's
     ],
 )
 def test_columns_that_repeat_what_was_read_are_not_warned_of(
@@ -250,6 +254,18 @@ def test_the_way_out_of_unknown_columns_leads_out(tmp_path: Path) -> None:
     write_jsonl(path, [PAIR | {"label": 1}])
     with pytest.raises(DataError, match=r"unlabelled prompt, chosen and rejected"):
         examples(path, "kto")
+
+
+def test_a_users_turn_within_an_answer_is_noted(tmp_path: Path) -> None:
+    answer = "4\n\nHuman: Thanks.\n\nAssistant: Bye."
+    rows = [{"prompt": "\n\nHuman: 2 + 2?\n\nAssistant:", "chosen": answer, "rejected": "5"}]
+    (note,) = examples(write_jsonl(tmp_path / "rows.jsonl", rows), "dpo").reading["notes"]
+    assert note.startswith("1 x answers go on with a user's turn")
+
+
+def test_accepted_answers_may_be_the_target_of_a_mapping() -> None:
+    """Search-R1's `ground_truth` has it."""
+    assert golds_of({"target": ["Paris", "paris"]}) == ["Paris", "paris"]
 
 
 def test_an_answer_in_tags_is_compared_without_them() -> None:

@@ -188,6 +188,8 @@ class _RowWriter:
 
     def _written(self, content: Content, options: Record, *, opens_answer: bool = False) -> str:
         if isinstance(content, str):
+            if options.get("tools"):
+                self.lost.add("the row's tools")
             end = "" if opens_answer or self._template is None else self._template.eos_token
             return content if content.endswith(end) else content + end  # as TRL ends texts
         if self._template is None:

@@ -123,6 +123,7 @@ GOLD_KEYS = (
     "answer",
     "answers",
     "ground_truth",
+    "target",
 )
 """The keys of a mapping under which it has accepted answers."""
 

@@ -95,7 +95,7 @@ _EXPECTED_COLUMNS = r"""(?ix)
     | (\w+_)?history | previous_\w+ | trajectory | role
     # What the question is about.
     | contexts? | context_messages | documents? | passages? | article | body | paragraph | story | support | hint
-    | starter_code | knowledge | facts? | evidence | tables? | schema | premise | hypothesis
+    | starter_code | prefix | facts? | evidence | tables? | schema | premise | hypothesis
     # The answers to choose from: choices, b, option_b, Choice 2, opb.
     | choices | options | [a-e] | (option|choice|distractor)[ _]?\w | op[a-e]
     # Pictures and sounds: image, decoded_image, img_0, video path.
@@ -106,7 +106,7 @@ _EXPECTED_COLUMNS = r"""(?ix)
 """Names of columns that belong to a question, or say what it is to teach: the plan warns where one is not used."""
 _EXPECTED_BESIDE_ANSWERS = rf"""{_EXPECTED_COLUMNS}
     | label | kto_tag | (complex_)?cot | chain_of_thought | rationale
-    | \w+_(reasoning|thinking)(_\w+)? | thinking_\w+
+    | \w+_(reasoning|thinking)(_\w+)? | thinking_\w+ | winner\w* | (\w+_)?preference
 """
 """Names that matter too beside an answer that is learned."""
 _BEGINS_CHAT = re.compile(
@@ -400,6 +400,8 @@ class RowReader:
                 ] += 1
             elif is_dialogue(answer):
                 raise DataError(_holds_question(name, row))
+            elif "\n\nHuman:" in answer:
+                self.notes["answers go on with a user's turn, which is learned too"] += 1
         if are_texts and not self.needs.as_chat:
             return Row(question, answers)
         turns = self._turns(question) if isinstance(question, str) else question

@@ -256,11 +256,18 @@ def test_the_way_out_of_unknown_columns_leads_out(tmp_path: Path) -> None:
         examples(path, "kto")
 
 
-def test_a_users_turn_within_an_answer_is_noted(tmp_path: Path) -> None:
-    answer = "4\n\nHuman: Thanks.\n\nAssistant: Bye."
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "4\n\nHuman: Thanks.\n\nAssistant: Bye.",
+        "<|user|>\n2 + 2?\n<|assistant|>\n4",
+        "<|im_start|>assistant\n4<|im_end|>",
+    ],
+)
+def test_marks_of_turns_within_an_answer_are_noted(answer: str, tmp_path: Path) -> None:
     rows = [{"prompt": "\n\nHuman: 2 + 2?\n\nAssistant:", "chosen": answer, "rejected": "5"}]
     (note,) = examples(write_jsonl(tmp_path / "rows.jsonl", rows), "dpo").reading["notes"]
-    assert note.startswith("1 x answers go on with a user's turn")
+    assert note.startswith("1 x answers have the marks of turns")
 
 
 def test_accepted_answers_may_be_the_target_of_a_mapping() -> None:

@@ -42,7 +42,7 @@ Example = dict[str, Any]  # one row of TRL's: its columns depend on the trainer
 SOFT_LABEL = "soft_label"
 """The column with the chance, from 0 to 1, that `chosen` is the better answer."""
 
-_ANSWER_OPTIONS = ("--prompt-column ", "--answer-column ")
+_ANSWER_OPTIONS = "--prompt-column NAME --answer-column NAME"
 _HELD_OUT_SHARE = 10
 _MAX_HELD_OUT = 256
 _LABEL = re.compile(r"(?i)\s*(?:(true|1|1\.0)|false|0|0\.0)\s*")
@@ -246,12 +246,12 @@ def _row_reader(config: TuneConfig, table: Table, *, as_chat: bool) -> RowReader
     reader = RowReader(table, needs)
     if kind == "answers":
         if reader.form is None and "text" not in table.columns:
-            raise _lacks(table, "messages, or prompt and completion, or text", *_ANSWER_OPTIONS)
+            raise _lacks(table, "messages, or prompt and completion, or text", _ANSWER_OPTIONS)
     elif kind == "labelled" and ("label" in table.columns or not reader.has_pairs):
         has_answer = reader.answer is not None or reader.form in CONVERSATIONS
         if reader.form is None or not has_answer or "label" not in table.columns:
             wanted = "prompt, completion and label, or unlabelled prompt, chosen and rejected"
-            raise _lacks(table, wanted, *_ANSWER_OPTIONS, "--set columns.label=")
+            raise _lacks(table, wanted, f"{_ANSWER_OPTIONS} --set columns.label=NAME")
     else:
         if config.answer_column is not None:
             raise DataError(
@@ -410,11 +410,10 @@ def _labelled(table: Table, examples: list[Example]) -> list[Example]:
 def _require_pairs(table: Table) -> None:
     if not {"chosen", "rejected"}.issubset(table.columns):
         wanted = "chosen and rejected, with or without prompt"
-        raise _lacks(table, wanted, "--set columns.chosen=", "--set columns.rejected=")
+        raise _lacks(table, wanted, "--set columns.chosen=NAME --set columns.rejected=NAME")
 
 
-def _lacks(table: Table, wanted: str, *options: str) -> DataError:
-    named = " ".join(f"{option}NAME" for option in options)
+def _lacks(table: Table, wanted: str, options: str) -> DataError:
     return DataError(
-        f"{table.name} lacks the columns {wanted}; it has {table.listed_columns}; name yours: {named}"
+        f"{table.name} lacks the columns {wanted}; it has {table.listed_columns}; name yours: {options}"
     )

@@ -122,6 +122,7 @@ _OPENS_ANSWER = re.compile(
     re.VERBOSE,
 )
 """The marks that open an answer in a text."""
+_MARKS_OF_TURNS = ("\n\nHuman:", "<|im_start|>", "<|assistant|>", "<start_of_turn>", "[/INST]")
 _ENDS_BEFORE_ANSWER = re.compile(rf"(?:{_OPENS_ANSWER.pattern})\s*\Z", re.VERBOSE)
 # `[...]` and `{...}` as a whole, but no text that begins with the mark [INST].
 _IN_BRACKETS = re.compile(r"(?!\[INST)(?:\[(?s:.*)\]|\{(?s:.*)\})\Z")
@@ -400,8 +401,8 @@ class RowReader:
                 ] += 1
             elif is_dialogue(answer):
                 raise DataError(_holds_question(name, row))
-            elif "\n\nHuman:" in answer:
-                self.notes["answers go on with a user's turn, which is learned too"] += 1
+            elif any(mark in answer for mark in _MARKS_OF_TURNS):
+                self.notes["answers have the marks of turns, which are learned too"] += 1
         if are_texts and not self.needs.as_chat:
             return Row(question, answers)
         turns = self._turns(question) if isinstance(question, str) else question
@@ -427,8 +428,8 @@ class RowReader:
 
     def _asks_nothing(self, turns: list[Message]) -> bool:
         """Tell whether the last question is blank, and no column has a picture in its place."""
-        is_asked = not turns or turns[-1]["role"] != "user" or last_text(turns).strip()
-        return not is_asked and not self._has_image_columns
+        asks = not turns or turns[-1]["role"] != "user" or last_text(turns).strip()
+        return not (asks or self._has_image_columns)
 
     @property
     def _question_name(self) -> str | None:
@@ -478,10 +479,9 @@ class RowReader:
             content = content_of(row, name, self.roles)
             if self.needs.as_chat and isinstance(content, str) and is_dialogue(content):
                 content = to_messages(content)
-            is_asking = (
-                isinstance(content, list) and content[-1:] and content[-1]["role"] == "user"
-            )
-            if is_asking or _is_empty(content):
+            if _is_empty(content) or (
+                isinstance(content, list) and content[-1]["role"] == "user"
+            ):
                 return "no answer"
             pair[name] = content
         if pair["chosen"] == pair["rejected"]:
@@ -642,7 +642,7 @@ class RowReader:
     def in_words(self) -> str:
         """`question from instruction + input, answer from output, tools`."""
         question = self.prompt_column or "the environment"
-        answer = " + ".join(name for name in (self._reasoning, self.answer) if name)
+        answer = " + ".join(filter(None, (self._reasoning, self.answer)))
         if self.reads_pairs:
             question = self._question_name or "what chosen and rejected share"
             answer = "chosen and rejected"

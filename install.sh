@@ -57,5 +57,6 @@ else
         pip install -qq --no-compile ${EDITABLE:-} "$(target "$EXTRAS")"
     fi
 fi
-"$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" >/dev/null 2>&1 || true # on all cores; pip compiles on one
+# On all cores; pip compiles on one. Where PYTHONDONTWRITEBYTECODE is set, each command would compile ycore anew.
+"$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" ${EDITABLE:+ycore cli recipes} >/dev/null 2>&1 || true
 say "Installed. To type ycore in this shell: . $VENV/bin/activate"

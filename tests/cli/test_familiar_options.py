@@ -35,16 +35,18 @@ WORKS = {
 }
 
 
+GROUP = typer.main.get_command(app)
+
+
 def resolve_line(command: str, words: list[str]) -> object:
     """Resolve the config of a command line as the command does."""
-    group = typer.main.get_command(app)
     first = ["--model", "m", "--dataset", "d"]
     if command != "sft" and "--reward" not in words:
         first += ["--reward", "exact_answer"]
     for option in ("--model", "--dataset"):
         if option in words:
             del first[first.index(option) : first.index(option) + 2]
-    context = group.commands[command].make_context(command, [*first, *words])
+    context = GROUP.commands[command].make_context(command, [*first, *words])
     if command == "eval":  # it takes several, one run each
         (context.params["model"],) = context.params["model"]
     keys = typed_keys(context, algorithm=command) | {"algorithm": command}

@@ -140,7 +140,8 @@ def quoted(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
 
 
-COMMANDS = tuple(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+PARSERS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = tuple(PARSERS)
 
 
 # -- what the pages tell to type -----------------------------------------------------------------------------------
@@ -511,11 +512,12 @@ def resolves(page: Path, link: str) -> bool:
 # -- what the pages list -------------------------------------------------------------------------------------------
 
 
-def declared(command: str) -> set[str]:
-    parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
-    return {"--help"} | {
+@functools.cache
+def declared(command: str) -> frozenset[str]:
+    """The options of a command, as it declares them."""
+    return frozenset({"--help"}) | {
         name
-        for parameter in parameters
+        for parameter in PARSERS[command].params
         for name in (*parameter.opts, *parameter.secondary_opts)
         if name.startswith("-")
     }
@@ -534,10 +536,10 @@ def test_every_option_is_documented_and_no_other(command: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_that_a_page_mentions_exist(page: Path) -> None:
-    parsers = (scorecard_parser(), gpu_parser(), simulate.make_parser())
-    of_scorecard = {
+    scripts = (scorecard_parser(), gpu_parser(), simulate.make_parser())
+    of_scripts = {
         option
-        for parser in parsers
+        for parser in scripts
         for option in re.findall(r"--[a-z-]+", parser.format_help())
     }
     known = (
@@ -551,7 +553,7 @@ def test_options_that_a_page_mentions_exist(page: Path) -> None:
             "--requeue",
         }
         | OF_TRL
-        | of_scorecard
+        | of_scripts
         | {option for name in COMMANDS for option in declared(name)}
     )
     known |= {

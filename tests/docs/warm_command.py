@@ -1,11 +1,24 @@
 """Run `ycore` in a fork of a process that has loaded its modules: the same command, a second sooner."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+_LOADED = (
+    "ycore_cli.main",
+    "ycore_recipes",
+    "ycore.api.running",
+    "ycore.config.learners",
+    "ycore.evaluation.held_out",
+    "ycore.scoring.group_rewards",
+    "jinja2",
+    "numpy",
+)
+"""What dry runs import."""
 
 
 class WarmCommand:
@@ -54,10 +67,8 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _serve() -> None:
-    import ycore_cli.main  # noqa: F401
-
-    import ycore.api.running  # noqa: F401
-
+    for name in _LOADED:
+        importlib.import_module(name)
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -8,10 +8,11 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Protocol
+from typing import Any, Protocol
 
 from ycore.config.algorithms import FAMILIES, find_algorithm, load_reference
 from ycore.errors import Interrupted, PeerError, YcoreError
@@ -48,18 +49,56 @@ class AlgorithmRun(Protocol):
 
 def open_run(root: Path) -> AlgorithmRun:
     """The run of a folder as the launcher left it."""
-    algorithm = read_json(RunFolder(root).config)["config"]["algorithm"]
+    folder = RunFolder(root)
+    config = read_json(folder.config)["config"]
+    with hidden(unused_packages(config, Path(read_json(folder.engines)["model"]))):
+        open_folder = _load_algorithm(config["algorithm"])
+    return open_folder(root)
+
+
+def _load_algorithm(algorithm: str) -> Callable[[Path], AlgorithmRun]:
+    """Import what a run of the algorithm needs, which takes seconds, and return what opens one."""
     if algorithm in FAMILIES:
-        run: AlgorithmRun = load_reference(FAMILIES[algorithm].run)(root)
+        run: Callable[[Path], AlgorithmRun] = load_reference(FAMILIES[algorithm].run)
         return run
+    from peft.import_utils import is_bnb_available
+
+    is_bnb_available()  # peft remembers the answer
     if find_algorithm(algorithm).learns_from == "examples":
         from ycore.trainer.example_run import ExampleRun
 
-        return ExampleRun(root)
+        return ExampleRun
     from ycore.round.assemble import assemble
     from ycore.trainer.rollout_run import RolloutRun
 
-    return RolloutRun(assemble(root))
+    return lambda root: RolloutRun(assemble(root))
+
+
+def unused_packages(config: Mapping[str, Any], model: Path) -> list[str]:
+    """Packages that transformers and peft import wherever they are installed, and that this run never calls.
+
+    They would add a quarter to the seconds that the imports take.
+    """
+    packages = ["scipy", "sklearn"]
+    settings = model / "config.json"
+    is_quantized = settings.is_file() and "quantization_config" in read_json(settings)
+    asks = config.get("quantize") or config.get("teacher")
+    of_trl = {"optim", "model_init_kwargs"} & (config.get("trl") or {}).keys()
+    if not (is_quantized or asks or of_trl):
+        packages.append("bitsandbytes")
+    return packages
+
+
+@contextmanager
+def hidden(packages: Sequence[str]) -> Iterator[None]:
+    """Let imports find none of the packages, unless they are loaded already."""
+    names = [name for name in packages if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
 
 
 def main() -> int:

@@ -60,11 +60,10 @@ def opens_thinking(rendered_prompt: str) -> bool:
 
 def after_thinking(text: str) -> str:
     """Return what follows the last end of thinking; nothing where the thinking never ends."""
-    tags = list(THOUGHT_TAG.finditer(text))
-    end = next((tag.end() for tag in reversed(tags) if _ends_thinking(tag[0])), None)
-    if end is None:
-        return "" if tags else text
-    return text[end:]
+    *_, last = [None, *THOUGHT_TAG.finditer(text)]
+    if last is None:
+        return text
+    return text[last.end() :] if _ends_thinking(last[0]) else ""
 
 
 IMAGE_MARK = "\ufffc"

@@ -13,6 +13,7 @@ from ycore.rewards.code import (
     code_of,
     program_of,
     row_tests,
+    same_output,
 )
 from ycore.types import Prompt
 
@@ -334,3 +335,130 @@ def test_the_name_of_a_function_is_no_pattern() -> None:
 @pytest.mark.parametrize("written", ["12 * 12\n144", "Day 3\n144", "1 | 2\n3\n\n144"])
 def test_numbers_on_lines_of_their_own_are_no_thousands(written: str) -> None:
     assert [score(name, written, answer="144") for name in NUMERIC] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("B) Paris", "B", 1),
+        ("**(B) $12$**", "B", 1),
+        ("B. cats or dogs", "B", 1),
+        ("The answer is B because Paris is the capital.", "B", 1),
+        ("It's B.", "B", 1),
+        ("(B) or (C)", "B", 0),
+        ("A) Paris or C", "A", 0),
+        ("A B C D", "D", 0),
+        ("A|B", "B", 0),
+        ("A & B", "B", 0),
+        ("A\nB", "B", 0),
+        ("* A\n\n* B", "B", 0),
+        ("A or maybe B", "B", 0),
+        ("A\u6216B", "B", 0),
+        ("Not (B)", "B", 0),
+        ("Neither A nor B", "B", 0),
+        ("Part (a): B", "B", 1),
+        ("yes, no", "no", 0),
+        ("True / False", "False", 0),
+        ("No, false.", "false", 1),
+        ("\u662f\u5426", "\u5426", 0),
+        ("Macbeth or Hamlet", "Hamlet", 0),
+        ("\u4e0a\u6d77\u6216\u5317\u4eac", "\u5317\u4eac", 0),
+        (r"\boxed{Rome, Paris}", "Paris", 0),
+        (r"\boxed{Paris, France}", "Paris, France", 1),
+        ("all except Berlin", "Berlin", 0),
+        ("Paris\u2014", "Paris", 1),
+        ("Paris<\uff5cend\u2581of\u2581sentence\uff5c>", "Paris", 1),
+        ("<think>a</think><think>Paris", "Paris", 0),
+    ],
+)
+def test_one_choice_is_made(completion: str, answer: str, expected: int) -> None:
+    assert score("exact_answer", completion, answer=answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("The answer is not 6.", "6", 0),
+        ("It isn't 1,234", "1234", 0),
+        ("It isn't 1,234", "234", 0),
+        ("\u4e0d\u662f6", "6", 0),
+        ("7, not 6", "7", 1),
+        ("7, not 6", "6", 0),
+        ("5 or maybe 6", "6", 0),
+        ("5 or 6", "6", 0),
+        ("5\u00b11", "5", 0),
+        ("x > 6", "6", 0),
+        ("x != 6", "6", 0),
+        ("> 6", "6", 1),
+        ("6 (mod 7)", "7", 0),
+        ("6^x", "6", 0),
+        ("6x", "6", 0),
+        (r"\boxed{6e}", "6", 0),
+        (r"\boxed{\neq 6}", "6", 0),
+        (r"\boxed{6\lor 7}", "7", 0),
+        (r"\boxed{\text{not } 6}", "6", 0),
+        (r"\boxed{1\medspace 234}", "1234", 1),
+        (r"\boxed{1\hphantom{,}234}", "1234", 1),
+        (r"\boxed{1\phantom{,}234}", "234", 0),
+        (r"\boxed{6\,\text{m/s}^2}", "6", 1),
+        (r"\boxed{6\hbox{ cm}}", "6", 1),
+        (r"\boxed{\sim 6}", "6", 1),
+        (r"\boxed{\pounds6}", "6", 1),
+        ("2 trillion", "2000000000000", 1),
+    ],
+)
+def test_a_denied_or_bounded_number_is_no_answer(
+    completion: str, answer: str, expected: int
+) -> None:
+    for name in NUMERIC:
+        assert score(name, completion, answer=answer) == expected, name
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("\u7b54\u6848\u662f\u5341\u4e94", "\u4e94"),
+        ("\u4e8c\u5341\u4e94", "\u4e8c\u5341"),
+        ("at 3:30:15", "3:30"),
+        ("2020-12-25", "12-25"),
+        ("It is not 6", "6"),
+        ("neither Paris nor Berlin", "Berlin"),
+        ("\u20ac5", "$5"),
+    ],
+)
+def test_no_part_of_a_numeral_or_time_is_held(completion: str, answer: str) -> None:
+    for name in ("exact_answer", "contains_answer"):
+        assert score(name, completion, answer=answer) == 0.0, name
+
+
+def test_a_formula_that_math_verify_cannot_read_is_compared_as_text() -> None:
+    gold = r"\frac{9 \pm \sqrt{77}}{2}"
+    assert score("math", boxed(r"\frac{9\pm\sqrt{77}}{2}"), answer=gold) == 1.0
+    assert score("math", boxed(r"\frac{9\pm\sqrt{7}}{2}"), answer=gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "So:\n\t```python\n\tdef add(a, b):\n\t    return a + b\n\t```",
+        "```python\n    def add(a, b):\n        return a + b\n```",
+        "    def add(a, b):\n        return a + b\n",
+    ],
+)
+def test_the_margin_of_a_program_may_be_anywhere(text: str) -> None:
+    for tests in (CALLS, ASSERTS):
+        names: dict[str, Any] = {}
+        exec(program_of(text, tests), names)
+        assert names["add"](1, 2) == 3
+
+
+def test_a_continuation_may_have_lost_its_first_indentation() -> None:
+    tests = UnitTests(("",), entry_point="add", given="def add(a, b):\n")
+    names: dict[str, Any] = {}
+    exec(program_of("c = a + b\n    return c\nprint('done')\n", tests), names)
+    assert names["add"](1, 2) == 3
+
+
+def test_a_small_number_may_be_printed_without_an_exponent() -> None:
+    assert same_output(b"0.00001", "1e-05\n", 1e-6)
+    assert not same_output(b"0.1", "1e-05\n", 1e-6)

@@ -30,15 +30,26 @@ _UNSPACED_LETTER_OR_WORD = (
 _NOT_DENIED = r"""
     (?<!
         [\u4e0d\u6ca1\u975e\u672a\u65e0\u7121]\u662f?                               # Chinese: is not, has not, never
-        | (?: \b(?:not|never|nicht|pas) | n't ) \s (?:the\s|an?\s)? \W?             # not Paris, isn't the Louvre
+        | (?: \b(?:not|never|nor|except|nicht|pas) | n't ) [\s(] (?:the\s|an?\s)? \W{0,3}  # not (B), isn't the Louvre
     )
 """
 _NOT_LISTED = r"""
     (?<!
-        \b[a-z] \W{0,3} (?: [,/;&)] | \s(?:or|and)\s ) (?:(?:or|and)\s)? \(?        # the c of a/c and of (a) or (c)
-        | \b(?:yes|no|true|false) (?: / | \s(?:or|and)\s )                          # the no of yes/no
+        (?<!')\b (?: (?:[b-z]|^a)\s | [a-z]\W{0,3} (?: [,/;&|)+*\u3001-] | \s(?:or|and|oder|et|ou)\b ) )
+            (?: [^\w:] | (?:or|and|also|maybe|option)\b ){0,4}                          # the c of a c, a/c and (a) or (c)
+        | [a-z][\u6216\u548c]                                                       # Chinese: or, and
     )
 """
+_DENIAL = regex.compile("(?xi)" + _NOT_DENIED)
+_NOT_SECOND = r"""
+    (?<!
+        (?: \b(?:or|oder|ou)\s | \u6216 ) (?:the\s|an?\s)? \W?                      # Rome or Paris
+        | \b(?: yes(?=\W+(?:or\s|and\s)?no\b) | no(?=\W+(?:or\s|and\s)?yes\b) | true(?=\W+(?:and\s)?false\b)
+            | false(?=\W+(?:and\s)?true\b) ) [\s,/|;&]{1,3} (?:and\s)?              # the no of yes, no
+        | (?<!\u6848)\u662f(?=\u5426) | \u5bf9(?=\u9519)                                       # Chinese: yes and no
+    )
+"""
+_NUMERAL = r"[\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u5341\u767e\u5343]"
 _NOT_IN_FORMULA = r"""
     (?<! [-+/^\d)\]}]\(? | \w[*({] | \}\{ )                                         # the x+1 of 2x+1 and of 3(x+1)
 """
@@ -52,6 +63,7 @@ _WORD_START = rf"""
         | (?<=\p{{L}}{{2}}[.:])                                                     # answer:paris
     )
     {_NOT_DENIED} {_NOT_IN_LETTER}
+    (?<! {_NUMERAL}(?={_NUMERAL}) | \d[:/-](?=\d) )                                 # the 12-25 of 2020-12-25
 """
 _WORD_END = rf"""
     (?:
@@ -59,15 +71,22 @@ _WORD_END = rf"""
         | (?<=[{_UNSPACED}]) | (?=[{_UNSPACED}\p{{Hangul}}])
         | (?=[.:]\p{{L}}{{2}})
     )
-    {_NOT_IN_LETTER}
+    {_NOT_IN_LETTER} (?! (?<={_NUMERAL}){_NUMERAL} | (?<=\d)[:/-]\d )               # not the 3:30 of 3:30:15
 """
 # The b of `the answer is (b), because` and of `option: b.`
-_CHOSEN_LETTER = r"(?:answer|option|choice)(?:\sis)?[^\p{L}\d]{0,6}\b(\p{L})[).:,]"
+_CHOSEN_LETTER = (
+    r"(?:answer|option|choice)(?:\sis)?[^\p{L}\d]{0,6}\b(\p{L})(?:[).:,]|\s(?:because|since)\b)"
+)
+# The `b)` of `b) paris`, and the line end between letters of which each has a line.
+_MARKED_LETTER = r"(?<![\p{L}\d'.])(\p{L})[).:](?!\S)"
+_OPTION = r"\W{0,4}\p{L}[).:]\W*(?!\p{L}\b)\w(?!.*\b(?:or|and)\s?\W?\p{L}\b)"
+_BETWEEN_LETTERS = r"(?m)(?<=^[^\p{L}\n]{0,5}\p{L}\W{0,3})\n[^\p{L}]{0,8}(?=\p{L}\W{0,3}$)"
 _LONG_RUN_OF_MARKS = r"(\p{M}{30})\p{M}+"
 # The spaces in `( 1, 2 )`, and those before a command: `2 \pi`.
 _SPACED_SIGN = r"\s?([-+*/^=<>|,(){}\[\]]|(?=\\))\s?"
 _CLOSING = (
     " \t\r\n.,;:!?*_`'\")]}$"
+    + "\\\u2014"
     + "\u3002\uff0c\u3001\uff01\uff1f\uff1b\uff1a\u300d\u300f\uff09\u3011\u300b\u201d\u2019\u00bb\u2026\u17d4\u0964\u061f"
 )
 """Punctuation, quotation marks, closing brackets and marks of Markdown, which may stand behind an answer."""
@@ -87,7 +106,9 @@ _SUPERSCRIPTS = str.maketrans(
 _GROUP = "\u2009"
 """Stands for every separator of thousands but comma and dot."""
 # Those of 1\,234, 1{,}234, 1~234, 1'234 and 1_234, and Unicode's apostrophes and spaces.
-_SEPARATOR = r"(?:\\[,;: ]\s?|\{\\[,;:]\}|\\thinspace\s?|[~'_\u2019\u02bc\u066c\u00a0\u2000-\u200a\u202f\u205f])"
+_SEPARATOR = (
+    r"(?:\\[,;: ]\s?|\{\\[,;:]\}|[~'_\u2019\u02bc\u066c\u00a0\u2000-\u200a\u202f\u205f])"
+)
 # The same and `{,}` where whole groups of digits follow, as in India also of two: 12{,}34{,}567.
 _SEPARATOR_OF_GROUPS = rf"""(?x)
     (?<=\d) (?:{_SEPARATOR}|\{{,\}})
@@ -104,13 +125,14 @@ _STYLES: _Rewrites = {
     r"""(?x)                                                                        # spaces of a width of their own
         \\(?:
             [hm]space\*? \s? \{[^{}]{0,20}\}                                        # \hspace{1cm}
+            | h?phantom \s? \{,?\} | (?:thin|med|thick)space (?![A-Za-z]) \s?
             | [hm]?(?:kern|skip) \s? [\d.]{1,5} \s? (?:pt|em|ex|mu) \s?             # \kern3pt
         )
     """: r"\\,",
     r"""(?x)
         \\(?:text)?color \s? \{[^{}]{0,20}\}
-        | \\(?:boldsymbol|bm|pmb|underline|num|rm|bf|it|sf|tt|[lL]arge|LARGE|[hH]uge) (?![A-Za-z]) \s?
-        | <\|\w{1,20}\|> | </s>                                                     # <|im_end|>
+        | \\(?:boldsymbol|bm|pmb|underline|num|rm|bf|it|sf|tt|[lL]arge|LARGE|[hH]uge|pounds|euro) (?![A-Za-z]) \s?
+        | <[|\uff5c][\w\u2581]{1,30}[|\uff5c]> | </s> | <(?:eos|end_of_turn)>           # <|im_end|>
         | </? (?:b|i|u|p|em|strong|code|mark|br) \s? /?>                            # <b>, </b>, <br />
         | \p{Extended_Pictographic} \ufe0f?
     """: "",
@@ -125,7 +147,7 @@ _SPELLINGS: _Rewrites = {
     r"\\(?:text|math(?:rm|ord|punct|bin)|mbox)\s?\{,\}": ",",
     r"\^\s?\{\\text\{o\}\}|\\degree(?![A-Za-z])": "\u00b0",
     r"""(?x)
-        \\(?: text[a-z]{0,6} | math(?:rm|bf|it|sf|tt|normal) | mbox | emph | operatorname )
+        \\(?: text[a-z]{0,6} | math(?:rm|bf|it|sf|tt|normal) | [hm]box | emph | operatorname )
             \s? \{\s*([^{}]*)\}                                                     # 5\text{ km}
         | (?<=\d(?:\s|~|\\.){0,2}) \{(\p{L}+)\}                                     # 5\,{km}
     """: r" \1\2",
@@ -134,7 +156,7 @@ _SPELLINGS: _Rewrites = {
         | \\([%$])
         | \{(10)\}(?=\^)                                                            # {10}^3
         | \\! | \\(?:left|right)(?:\.|(?![A-Za-z]))
-        | \\(?:displaystyle|approx)(?![A-Za-z])
+        | \\(?:displaystyle|approx|sim)(?![A-Za-z])
         | \\text[a-z]{0,6}(?=\{)
     """: r"\1\2\3",
     r"(?<![\p{L}\d])_+|_+(?![\p{L}\d])": " ",  # _Paris_
@@ -151,7 +173,9 @@ _SPELLINGS: _Rewrites = {
     r"(?i)(?<!\d\s?)\b(?:minus|negative)\s(?=[\d.])": "-",
     r"(?<=\d)\s*degrees?\b": "\u00b0",
     # cm^2 and cm^{3}, with their own characters.
-    r"(?<=\s\p{L}{1,4})\^\{?([23])\}?(?!\d)": lambda match: chr(0xB0 + int(match[1])),
+    r"(?<=\s\p{L}{1,4}(?:/\p{L})?)\^\{?([23])\}?(?!\d)": lambda match: chr(
+        0xB0 + int(match[1])
+    ),
     r"(\u00b0) ?(?=[CFK]\b)|( )[ \t]+": r"\1\2",  # 20° C
 }
 _STYLE_REWRITES, _REWRITES = (
@@ -202,12 +226,12 @@ _NUMBER = rf"""(?xV1)
             {_EXPONENT}                                                             # 2^10
             | (?P<times> \s?(?:\\times|\\cdot|[\u00d7\u00b7*x])\s?10 ) {_EXPONENT}  # 1.2 \times 10^3
         )?+
-        (?! \^ | \s?(?:\\sqrt|\\?pi\b|[\u03c0\u221a]) )
+        (?! \^ | \s?(?:\\sqrt|\\pm|\u00b1|\\?pi\b|[\u03c0\u221a]) )
         (?P<percent> \s?(?:%|per\s?cent\b) )?+
     )
 """
 _UNIT = r"(?V1)\s{0,2}((?:[\p{L}\u00b0\u00b5][^\s\d]*\s?){1,3})"
-_VARIABLE = regex.compile(r"\s?(?:[ik]|[abcnpqrxyz]{1,3})(?![\p{L}.])")
+_VARIABLE = regex.compile(r"\s?(?:[eik]|[abcnpqrxyz]{1,3})(?![\p{L}.])")
 """Variables behind a number, which are no unit of it: those of `5i` and `3 xy`."""
 _FORMULA_SIGN = regex.compile(r"[\\^_<>+*/|!\[\]-]|\p{Sm}")
 # What stands around a whole number in `x = 5`, in `- 5` and in `1 / 2`.
@@ -221,15 +245,23 @@ _LAST_IN_PARTS = r"""(?x)
 _ENDS_FORMULA = r"""(?x)
     \d-[\d.,]+\D*\Z                                                                 # 10-15
     | (?<!\p{L})[iknxyz]\s?[-+]\s?[\d.,]+\D*\Z                                      # x + 3
-    | \d(?:[ik]|[abcnpqrxyz]{1,3})(?![\p{L}.])\D*\Z                                 # 3x
+    | \d(?:[eik]|[abcnpqrxyz]{1,3})(?![\p{L}.])\D*\Z                                # 3x
+    | (?: (?<![\p{L}</])\p{L}\s?[<>!\u2260\u2264\u2265]=? | \bmod )\s?[\d.,]+\D*\Z   # x > 3
 """
-_ENDS_ALTERNATIVES = r"\d\W{0,3}\sor\s\W{0,4}[\d.,]+\D*\Z"  # 3 or 5
+_ENDS_ALTERNATIVES = r"\d\W{0,3}\sor\s(?:\p{L}+\s|\\boxed)?\W{0,4}[\d.,]+\D*\Z"  # 3 or 5
 # Before the last `=` of a box: x = 1, y = 2.
 _SEVERAL_EQUATIONS = r"(?s)=.*(?:;|,(?!\d)|\b(?:or|and)\b|\\\\|\\lor\b|\\quad)"
 _SCALES = (
     dict.fromkeys("\u4e07\u842c\ub9cc", 10**4)
     | dict.fromkeys("\u4ebf\u5104\uc5b5", 10**8)
-    | {"thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7, "billion": 10**9}
+    | {
+        "thousand": 10**3,
+        "lakh": 10**5,
+        "million": 10**6,
+        "crore": 10**7,
+        "billion": 10**9,
+        "trillion": 10**12,
+    }
 )
 _SCALE = rf"(?i)\s*({'|'.join(_SCALES)})(?![a-z])"
 
@@ -384,14 +416,28 @@ def gives(text: str, gold: str) -> bool:
     folded = _folded_gold(gold)
     if not folded:  # the answer is punctuation
         return text.strip().endswith(gold)
-    line = _last_line(last_boxed(text) or text)
-    if len(folded) == 1 and regex.findall(_CHOSEN_LETTER, line)[-1:] == [folded]:
-        return True
-    is_choice = not folded[1:2].isalnum() or folded in ("yes", "no", "true", "false")
-    is_formula = _FORMULA_SIGN.search(folded) or folded[0] == "("
-    start = _NOT_LISTED if is_choice else ""
-    start += _NOT_IN_FORMULA if is_formula else ""
+    box = last_boxed(text)
+    text = box or text
+    if len(folded) == 1:
+        if _chooses(text, folded):
+            return True
+        text = regex.sub(_BETWEEN_LETTERS, ", ", text)
+    start = _NOT_SECOND if box is None else _NOT_SECOND + r"(?<![,;]\s?)"
+    if not folded[1:2].isalnum():
+        start += _NOT_LISTED
+    if _FORMULA_SIGN.search(folded) or folded[0] == "(":
+        start += _NOT_IN_FORMULA
+    line = _last_line(text)
     return _word_search(folded, line, start=start, end=r"\Z")
+
+
+def _chooses(text: str, letter: str) -> bool:
+    """Whether the last line says which letter it chooses, or begins with the only one that marks an option (`B) Paris`)."""
+    line = _last_line(text)
+    if regex.findall(_CHOSEN_LETTER, line)[-1:] == [letter]:
+        return True
+    marked = {*regex.findall(_MARKED_LETTER, text.casefold())}
+    return marked == {letter} and bool(regex.match(_OPTION, line))
 
 
 def holds(text: str, gold: str) -> bool:
@@ -430,7 +476,9 @@ def words_of(text: str) -> list[str]:
 
 
 def _same_quantity(number: Number, right: Number) -> bool:
-    """Whether both are one number, and the unit of the right one is the other's too, or that has none."""
+    """Whether both are one number, and a currency and the unit of the right one are the other's too, or that has none."""
+    if len({*regex.findall(r"\p{Sc}", number.text + right.text)}) > 1:
+        return False
     if not number.equals(right) or not right.unit:
         return number.equals(right)
     words, unit = (
@@ -503,7 +551,10 @@ def _parts(vulgar_fraction: str) -> list[str]:
 def _read_numbers(plain: str) -> Iterator[Number]:
     """Yield every number of a `_plain` text, without chains such as dates and versions."""
     for match in regex.finditer(_NUMBER, plain):
-        value = None if match["chain"] or len(match[0]) > 1000 else _value(match)
+        is_none = (
+            match["chain"] or len(match[0]) > 1000 or not _DENIAL.match(plain, match.start())
+        )
+        value = None if is_none else _value(match)
         if value is not None:
             unit = regex.match(_UNIT, plain, pos=match.end())
             yield Number(

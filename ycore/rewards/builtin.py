@@ -58,6 +58,7 @@ EVALUATED_FORMULAS = frozenset(
 )
 _DELIMITED = r"\$|\\boxed|\\\(|\\\["
 _TEXT = r"\\text\{[^{}]*\}"
+_NO_VALUE = r"\\(?:neq?|lor)\b|^[<>]|\d_"
 _WORD = r"(?<![\\A-Za-z{])(?![abcnpqrxyz]{2,3}(?![A-Za-z]))[A-Za-z]{2}"
 _PLAIN_LIST = r"""[\w\s,\[\]'"#.-]*"""
 _FUNCTIONS = "a?(?:sin|cos|tan)h?|exp|log|ln|sqrt|pi|Abs"
@@ -215,7 +216,7 @@ def _math_score(completion: Content, golds: list[str]) -> float | None:
     import math_verify
 
     formulas = {gold: parsed for gold in golds if (parsed := _parsed_gold(gold))}
-    words = [gold for gold in golds if re.fullmatch(_TEXT, gold) and gold not in formulas]
+    words = [gold for gold in golds if "\\" in gold and gold not in formulas]
     if not formulas and not words:
         return None
     text = for_math_verify(answer_text(completion))
@@ -223,14 +224,19 @@ def _math_score(completion: Content, golds: list[str]) -> float | None:
     # math-verify's own time limits answer "wrong" when they strike; the worker's deadline masks the item instead.
     parsed = math_verify.parse(text, parsing_timeout=None)
     bare = "" if box is None and re.search(_DELIMITED, text) else text
+    # math-verify finds a number in `5 or 6`, and in `\neq 6`.
+    is_misread = bare and (box is None or re.search(_NO_VALUE, box))
     return float(
         any(
             (box or text).replace(" ", "") == for_math_verify(gold).replace(" ", "")
             or (
                 (len(gold) > 1 or number_of(gold)) and gives(bare, gold)
             )  # bare LaTeX, and more forms
-            or math_verify.verify(
-                list(formula), parsed, timeout_seconds=None, allow_set_relation_comp=True
+            or (
+                not (is_misread and number_of(gold))
+                and math_verify.verify(
+                    list(formula), parsed, timeout_seconds=None, allow_set_relation_comp=True
+                )
             )
             for gold, formula in formulas.items()
         )

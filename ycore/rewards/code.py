@@ -11,6 +11,7 @@ import json
 import math
 import pickletools
 import re
+import textwrap
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -57,9 +58,10 @@ _CALLED = r"\b(\w+)\("
 _FUTURE = r"(?m)^from __future__ import (?:\([^)]{0,200}\)|.*)\n?"
 _READS_AND_PRINTS = r"(?s)\A(?=.*(?:input[(,)]|stdin|(?:open|read)\(0)).*(?:print|write)"
 
+_LEAVES_FUNCTION = r"(?<=\n)(?=[^\s#)\]}])"  # a line that begins at the margin
 _BEGUN_IN_LINE = r"(?<=\w[:>])[ \t]*(?=```(?:python3?|py)[ \t]*\n)"
 _CLOSED_IN_LINE = r"```(?:<\S{1,20}>)?\s*\Z"
-_INDENTED_FENCE = r"(?m)^([ \t]{4,})(?=```|~~~)"
+_INDENTED_FENCE = r"(?m)^(\t[ \t]*|[ \t]{4,})(?=```|~~~)"
 
 
 class CodeSettings(Strict):
@@ -215,7 +217,7 @@ def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
     if not code.strip() and not may_be_empty:
         return ""
     future = "".join(re.findall(_FUTURE, code))  # must come first of all
-    code = re.sub(_FUTURE, "", code)
+    code = re.sub(_FUTURE, "", code if may_be_empty else textwrap.dedent(code))
     imports = future + _GIVEN_IMPORTS
     if isinstance(tests, StdioTests):
         return imports + code
@@ -234,7 +236,9 @@ def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
     if _defines(code, tests.entry_point):
         start = re.search(_definition(tests.entry_point), tests.given)
         return f"{future}{tests.given[: start.start()] if start else ''}\n{code}"
-    return future + tests.given + _body(code)
+    # Models, and those who strip their texts, leave out the indentation of the first line.
+    code = re.sub(r"\A(?=\S)", "    ", code)
+    return future + tests.given + re.split(_LEAVES_FUNCTION, code, maxsplit=1)[0]
 
 
 def reaches(tests: UnitTests | StdioTests, text: str) -> bool:
@@ -271,14 +275,13 @@ def same_output(printed: bytes, expected: str, tolerance: float) -> bool:
 
 
 def _same_word(word: str, expected: str, tolerance: float) -> bool:
-    if word == expected:
-        return True
-    if "." not in expected or len(word) > 40:
-        return False
-    try:
-        return math.isclose(float(word), float(expected), rel_tol=tolerance, abs_tol=tolerance)
-    except ValueError:
-        return False
+    is_inexact = re.search(r"\.|e-", expected) is not None and len(word) <= 40
+    with suppress(ValueError):
+        return word == expected or (
+            is_inexact
+            and math.isclose(float(word), float(expected), rel_tol=tolerance, abs_tol=tolerance)
+        )
+    return False
 
 
 def _wanted(tests: UnitTests | StdioTests) -> str:
@@ -317,15 +320,6 @@ def _definition(function: str) -> str:
 
 def _defines(code: str, function: str) -> bool:
     return bool(function) and re.search(_definition(function), code) is not None
-
-
-def _body(text: str) -> str:
-    """Return a continuation up to the first line that begins at the margin, which is no part of the function."""
-    lines = text.splitlines(keepends=True)
-    for number, line in enumerate(lines):
-        if number and line.strip() and not line[0].isspace() and line[0] not in "#)]}":
-            return "".join(lines[:number])
-    return text
 
 
 def _check_exam(prompt: Prompt, text: str, function: str) -> UnitTests:

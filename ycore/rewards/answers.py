@@ -79,7 +79,8 @@ _CHOSEN_LETTER = (
 )
 # The `b)` of `b) paris`, and the line end between letters of which each has a line.
 _MARKED_LETTER = r"(?<![\p{L}\d'.])(\p{L})[).:](?!\S)"
-_OPTION = r"\W{0,4}\p{L}[).:]\W*(?!\p{L}\b)\w(?!.*\b(?:or|and)\s?\W?\p{L}\b)"
+_OPTION = r"\W{0,4}\p{L}[).:]\W*+(?!\p{L}\b)\w"
+_ANOTHER_LETTER = r"\b(?:or|and)\s?\W?\p{L}\b"
 _BETWEEN_LETTERS = r"(?m)(?<=^[^\p{L}\n]{0,5}\p{L}\W{0,3})\n[^\p{L}]{0,8}(?=\p{L}\W{0,3}$)"
 _LONG_RUN_OF_MARKS = r"(\p{M}{30})\p{M}+"
 # The spaces in `( 1, 2 )`, and those before a command: `2 \pi`.
@@ -255,6 +256,7 @@ _SCALES = (
     dict.fromkeys("\u4e07\u842c\ub9cc", 10**4)
     | dict.fromkeys("\u4ebf\u5104\uc5b5", 10**8)
     | {
+        "hundred": 100,
         "thousand": 10**3,
         "lakh": 10**5,
         "million": 10**6,
@@ -436,8 +438,9 @@ def _chooses(text: str, letter: str) -> bool:
     line = _last_line(text)
     if regex.findall(_CHOSEN_LETTER, line)[-1:] == [letter]:
         return True
-    marked = {*regex.findall(_MARKED_LETTER, text.casefold())}
-    return marked == {letter} and bool(regex.match(_OPTION, line))
+    if regex.search(_ANOTHER_LETTER, line) or not regex.match(_OPTION, line):
+        return False
+    return {*regex.findall(_MARKED_LETTER, text.casefold())} == {letter}
 
 
 def holds(text: str, gold: str) -> bool:
@@ -476,9 +479,7 @@ def words_of(text: str) -> list[str]:
 
 
 def _same_quantity(number: Number, right: Number) -> bool:
-    """Whether both are one number, and a currency and the unit of the right one are the other's too, or that has none."""
-    if len({*regex.findall(r"\p{Sc}", number.text + right.text)}) > 1:
-        return False
+    """Whether both are one number, and the unit of the right one is the other's too, or that has none."""
     if not number.equals(right) or not right.unit:
         return number.equals(right)
     words, unit = (

@@ -1,13 +1,17 @@
-"""A process group, its daemons, and processes that left the tree all end; the leader's parent does not."""
+"""A process group, its daemons, and processes that left the tree all end; packages are hidden for a while."""
 
+import importlib.util
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
+import pytest
 
-from ycore.run.reports import descendants, is_alive, kill_tree
+from ycore.run.reports import descendants, hide_packages, is_alive, kill_tree
 
 STARTS_TWO = (
     "import subprocess, sys, time; "
@@ -48,3 +52,25 @@ def test_a_group_outlives_its_leader_and_ends_all_the_same() -> None:
     kill_tree(leader.pid)
     wait_for(lambda: not is_alive(orphan))
     leader.wait(10)
+
+
+def test_hidden_packages_are_found_again_and_loaded_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some_extra.py").write_text("VALUE = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    with hide_packages(["some_extra", "json"]):
+        assert importlib.util.find_spec("some_extra") is None
+        assert sys.modules["json"] is json
+        with pytest.raises(ModuleNotFoundError):
+            import some_extra
+    import some_extra
+
+    assert some_extra.VALUE == 1
+    del sys.modules["some_extra"]
+
+
+def test_what_failed_to_load_hides_nothing() -> None:
+    with pytest.raises(RuntimeError), hide_packages(["some_other_extra"]):
+        raise RuntimeError("the algorithm cannot be loaded")
+    assert "some_other_extra" not in sys.modules

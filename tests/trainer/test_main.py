@@ -1,14 +1,12 @@
-"""The trainer's process imports what its run needs."""
+"""The trainer's process imports what its run may call."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ycore.trainer.__main__ import hidden, unused_packages
+from ycore.trainer.__main__ import unused_packages
 
 BITS = "bitsandbytes"
 
@@ -35,25 +33,3 @@ def test_bitsandbytes_is_left_out_where_nothing_is_quantized(
 
 def test_a_model_without_settings_is_not_quantized(tmp_path: Path) -> None:
     assert BITS in unused_packages({}, tmp_path)
-
-
-def test_hidden_packages_are_found_again_and_loaded_ones_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "some_extra.py").write_text("VALUE = 1")
-    monkeypatch.syspath_prepend(tmp_path)
-    with hidden(["some_extra", "json"]):
-        assert importlib.util.find_spec("some_extra") is None
-        assert sys.modules["json"] is json
-        with pytest.raises(ModuleNotFoundError):
-            import some_extra
-    import some_extra
-
-    assert some_extra.VALUE == 1
-    del sys.modules["some_extra"]
-
-
-def test_what_failed_to_load_hides_nothing() -> None:
-    with pytest.raises(RuntimeError), hidden(["some_other_extra"]):
-        raise RuntimeError("the algorithm cannot be loaded")
-    assert "some_other_extra" not in sys.modules

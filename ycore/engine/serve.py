@@ -12,14 +12,14 @@ import socket
 import sys
 from contextlib import suppress
 
+from ycore.run.reports import hide_packages
+
 
 def main() -> None:
     gc.disable()  # what an import makes stays: a search for cycles takes a fifth of the time, and finds none
-    # transformers imports scikit-learn, for assistant models alone, wherever it is installed.
-    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
+    with hide_packages(["sklearn"]):  # transformers needs it for assistant models alone
+        from vllm.entrypoints.launchers.api_server.entry import main as serve
 
-    del sys.modules["sklearn"]
     gc.freeze()
     gc.enable()
     if sys.argv[1] == "--forks":

@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +28,18 @@ RUN_MARKER = "YCORE_RUN"
 def dump_stacks_on_signal() -> None:
     """From now on SIGUSR2 writes the stacks of all threads to standard error, also while a call hangs."""
     faulthandler.register(signal.SIGUSR2, file=sys.stderr.fileno(), all_threads=True)
+
+
+@contextmanager
+def hide_packages(names: Sequence[str]) -> Iterator[None]:
+    """Let imports find none of the packages, unless they are loaded already."""
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)
 
 
 class Rank(NamedTuple):

@@ -8,8 +8,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from ycore.run.interrupt import keep_printing, on_stop
 from ycore.run.reports import (
     Rank,
     dump_stacks_on_signal,
+    hide_packages,
     is_rank,
     print_error,
     report_end,
@@ -51,7 +51,7 @@ def open_run(root: Path) -> AlgorithmRun:
     """The run of a folder as the launcher left it."""
     folder = RunFolder(root)
     config = read_json(folder.config)["config"]
-    with hidden(unused_packages(config, Path(read_json(folder.engines)["model"]))):
+    with hide_packages(unused_packages(config, Path(read_json(folder.engines)["model"]))):
         open_folder = _load_algorithm(config["algorithm"])
     return open_folder(root)
 
@@ -63,7 +63,7 @@ def _load_algorithm(algorithm: str) -> Callable[[Path], AlgorithmRun]:
         return run
     from peft.import_utils import is_bnb_available
 
-    is_bnb_available()  # peft remembers the answer
+    is_bnb_available()  # peft keeps the first answer, also once bitsandbytes is found again
     if find_algorithm(algorithm).learns_from == "examples":
         from ycore.trainer.example_run import ExampleRun
 
@@ -79,26 +79,14 @@ def unused_packages(config: Mapping[str, Any], model: Path) -> list[str]:
 
     They would add a quarter to the seconds that the imports take.
     """
-    packages = ["scipy", "sklearn"]
     settings = model / "config.json"
-    is_quantized = settings.is_file() and "quantization_config" in read_json(settings)
-    asks = config.get("quantize") or config.get("teacher")
-    of_trl = {"optim", "model_init_kwargs"} & (config.get("trl") or {}).keys()
-    if not (is_quantized or asks or of_trl):
-        packages.append("bitsandbytes")
-    return packages
-
-
-@contextmanager
-def hidden(packages: Sequence[str]) -> Iterator[None]:
-    """Let imports find none of the packages, unless they are loaded already."""
-    names = [name for name in packages if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for name in names:
-            sys.modules.pop(name, None)
+    may_be_quantized = (
+        config.get("quantize")
+        or config.get("teacher")
+        or (settings.is_file() and "quantization_config" in read_json(settings))
+        or {"optim", "model_init_kwargs"} & (config.get("trl") or {}).keys()
+    )
+    return ["scipy", "sklearn"] if may_be_quantized else ["bitsandbytes", "scipy", "sklearn"]
 
 
 def main() -> int:

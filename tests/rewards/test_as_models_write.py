@@ -1,12 +1,11 @@
 """Right and wrong answers in the ways in which models write them, one kind a test."""
 
-import time
 from typing import Any
 
 import pytest
 
 from tests.rewards.test_builtin import score
-from ycore.rewards.answers import final_answer, gives
+from ycore.rewards.answers import final_answer
 from ycore.rewards.code import (
     CodeSettings,
     StdioTests,
@@ -463,10 +462,3 @@ def test_a_continuation_may_have_lost_its_first_indentation() -> None:
 def test_a_small_number_may_be_printed_without_an_exponent() -> None:
     assert same_output(b"0.00001", "1e-05\n", 1e-6)
     assert not same_output(b"0.1", "1e-05\n", 1e-6)
-
-
-@pytest.mark.parametrize("hostile", ["b) " + "or " * 100_000, "a\n" * 100_000, "b) " * 80_000])
-def test_a_choice_is_read_in_linear_time(hostile: str) -> None:
-    began = time.process_time()
-    gives(hostile, "B")
-    assert time.process_time() - began < 3.0

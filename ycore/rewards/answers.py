@@ -40,13 +40,13 @@ _NOT_LISTED = r"""
         | [a-z][\u6216\u548c]                                                       # Chinese: or, and
     )
 """
-_DENIAL = regex.compile("(?xi)" + _NOT_DENIED)
+_UNDENIED = regex.compile("(?xi)" + _NOT_DENIED)
 _NOT_SECOND = r"""
     (?<!
         (?: \b(?:or|oder|ou)\s | \u6216 ) (?:the\s|an?\s)? \W?                      # Rome or Paris
         | \b(?: yes(?=\W+(?:or\s|and\s)?no\b) | no(?=\W+(?:or\s|and\s)?yes\b) | true(?=\W+(?:and\s)?false\b)
             | false(?=\W+(?:and\s)?true\b) ) [\s,/|;&]{1,3} (?:and\s)?              # the no of yes, no
-        | (?<!\u6848)\u662f(?=\u5426) | \u5bf9(?=\u9519)                                       # Chinese: yes and no
+        | (?<!\u6848)\u662f(?=\u5426) | \u5bf9(?=\u9519)               # Chinese: yes and no
     )
 """
 _NUMERAL = r"[\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u5341\u767e\u5343]"
@@ -77,10 +77,11 @@ _WORD_END = rf"""
 _CHOSEN_LETTER = (
     r"(?:answer|option|choice)(?:\sis)?[^\p{L}\d]{0,6}\b(\p{L})(?:[).:,]|\s(?:because|since)\b)"
 )
-# The `b)` of `b) paris`, and the line end between letters of which each has a line.
+# The letters of options, as in `b) paris`.
 _MARKED_LETTER = r"(?<![\p{L}\d'.])(\p{L})[).:](?!\S)"
 _OPTION = r"\W{0,4}\p{L}[).:]\W*+(?!\p{L}\b)\w"
 _ANOTHER_LETTER = r"\b(?:or|and)\s?\W?\p{L}\b"
+# The line end between letters of which each has a line.
 _BETWEEN_LETTERS = r"(?m)(?<=^[^\p{L}\n]{0,5}\p{L}\W{0,3})\n[^\p{L}]{0,8}(?=\p{L}\W{0,3}$)"
 _LONG_RUN_OF_MARKS = r"(\p{M}{30})\p{M}+"
 # The spaces in `( 1, 2 )`, and those before a command: `2 \pi`.
@@ -550,12 +551,11 @@ def _parts(vulgar_fraction: str) -> list[str]:
 
 
 def _read_numbers(plain: str) -> Iterator[Number]:
-    """Yield every number of a `_plain` text, without chains such as dates and versions."""
+    """Yield every number of a `_plain` text, but chains such as dates and versions, and what is denied (`not 6`)."""
     for match in regex.finditer(_NUMBER, plain):
-        is_none = (
-            match["chain"] or len(match[0]) > 1000 or not _DENIAL.match(plain, match.start())
-        )
-        value = None if is_none else _value(match)
+        if match["chain"] or len(match[0]) > 1000 or not _UNDENIED.match(plain, match.start()):
+            continue
+        value = _value(match)
         if value is not None:
             unit = regex.match(_UNIT, plain, pos=match.end())
             yield Number(

@@ -58,6 +58,7 @@ EVALUATED_FORMULAS = frozenset(
 )
 _DELIMITED = r"\$|\\boxed|\\\(|\\\["
 _TEXT = r"\\text\{[^{}]*\}"
+# Signs by which a box holds no single value, though math-verify finds one: \neq 6, 6 \lor 7, > 6, 6_7.
 _NO_VALUE = r"\\(?:neq?|lor)\b|^[<>]|\d_"
 _WORD = r"(?<![\\A-Za-z{])(?![abcnpqrxyz]{2,3}(?![A-Za-z]))[A-Za-z]{2}"
 _PLAIN_LIST = r"""[\w\s,\[\]'"#.-]*"""

@@ -81,7 +81,7 @@ def test_a_process_of_the_run_and_a_folder_of_its_are_leftovers(tmp_path: Path) 
     run = small(tmp_path, code, SLEEPER)
     try:
         assert run.wait(timeout_s=120) == 0
-        folder.sockets.mkdir(parents=True)
+        folder.sockets.mkdir(parents=True, exist_ok=True)
         left = leftovers(run, within_s=0.2)
         assert (
             len(left) == 2 and left[0].startswith("process ") and left[1] == str(folder.sockets)

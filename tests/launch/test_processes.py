@@ -13,6 +13,7 @@ import pytest
 
 from ycore.errors import RunError
 from ycore.launch import processes
+from ycore.launch.guardian import remove_leftovers
 from ycore.launch.processes import (
     ManagedProcess,
     RankedTrainer,
@@ -170,11 +171,12 @@ PRINTS = "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
     folder = RunFolder(tmp_path / "run")
-    for path in (folder.root, folder.logs, folder.sockets):
-        path.mkdir(parents=True)
-    return folder
+    for path in (folder.logs, folder.sockets):
+        path.mkdir(parents=True, exist_ok=True)
+    yield folder
+    remove_leftovers(folder)
 
 
 @pytest.fixture

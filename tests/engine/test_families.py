@@ -95,7 +95,7 @@ def check_training(model: Path, folder: Path, rounds: Rounds, adapters: Any) -> 
         model,
         folder,
         rounds,  # type: ignore[arg-type]
-        own={"peft_config": adapters},
+        trainer_args={"peft_config": adapters},
         learning_rate=0.02,
         max_steps=2,
         max_completion_length=24,
@@ -163,8 +163,8 @@ def test_a_familys_attention_caps_its_logits_where_its_config_does(
     """transformers' sdpa leaves Gemma 2's capping out without a word, and vLLM caps."""
     model = write_tiny_family(tmp_path / "model", family)
     eager, chosen = (
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **told)
-        for told in ({"attn_implementation": "eager"}, attention_of(model))
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **options)
+        for options in ({"attn_implementation": "eager"}, attention_of(model))
     )
     completion = tuple(range(6, 60))
     assert scores_of(chosen, completion) == pytest.approx(

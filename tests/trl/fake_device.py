@@ -67,9 +67,11 @@ def score() -> None:
     logps, entropies = forward.packed_scores(model, rows, path="segments")
     assert str(logps.device) == str(entropies.device) == DEVICE
     logps.sum().backward()
-    assert {str(one.grad.device) for one in model.parameters() if one.grad is not None} == {
-        DEVICE
-    }
+    assert {
+        str(parameter.grad.device)
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    } == {DEVICE}
 
 
 def untiled(hidden: Any, weight: Any, bias: Any, targets: Any, **_: Any) -> tuple[Any, Any]:
@@ -89,13 +91,13 @@ def score_with_a_mask_left_on_the_host() -> None:
 def merge() -> None:
     """Adapters are merged, and weights cast, before anything leaves the device: two bytes a number."""
     model = on_the_device()
-    given = dict(weights.engine_weights(model, dtype=torch.bfloat16))
-    assert {str(weight.device) for weight in given.values()} == {DEVICE}
+    exported = dict(weights.engine_weights(model, dtype=torch.bfloat16))
+    assert {str(weight.device) for weight in exported.values()} == {DEVICE}
     numbers = sum(
         value.numel() for name, value in model.named_parameters() if "lora_" not in name
     )
-    assert sum(weight.nbytes for weight in given.values()) == 2 * numbers
-    for weight in given.values():
+    assert sum(weight.nbytes for weight in exported.values()) == 2 * numbers
+    for weight in exported.values():
         try:
             tensor_sums(weight)
         except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode:
@@ -105,7 +107,9 @@ def merge() -> None:
 
 def merge_with_adapters_left_on_the_host() -> None:
     moved = weights._unsharded
-    weights._unsharded = lambda one: one.cpu() if min(one.shape) == 4 else moved(one)  # type: ignore[assignment]
+    weights._unsharded = lambda weight: (
+        weight.cpu() if min(weight.shape) == 4 else moved(weight)
+    )  # type: ignore[assignment]
     merge()
 
 

@@ -25,11 +25,11 @@ def small_trainer(
     rounds: RoundSource,
     *,
     rewards: Sequence[str] = ("mine",),
-    own: dict[str, Any] | None = None,
+    trainer_args: dict[str, Any] | None = None,
     alone: bool = False,
     **settings: Any,
 ) -> T:
-    """`own` goes to the trainer, `settings` to its GRPOConfig; a step has one group of four unless they say else.
+    """`trainer_args` go to the trainer, `settings` to its GRPOConfig; a step has one group of four unless they say else.
 
     `alone`: each completion is a group of its own, which GRPOConfig itself refuses.
     """
@@ -55,7 +55,7 @@ def small_trainer(
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["tick"] * num_rows}),
         processing_class=AutoTokenizer.from_pretrained(model),
-        **(own or {}),
+        **(trainer_args or {}),
     )
     made.rounds = rounds  # type: ignore[attr-defined]
     made.current_gradient_accumulation_steps = args.gradient_accumulation_steps  # type: ignore[attr-defined]

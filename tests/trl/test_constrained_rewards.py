@@ -23,9 +23,9 @@ KEPT = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
 HELD = (Constraint(1, "format", 1.0, 0.1),)
 
 
-def close(found: Tensor, expected: list[float]) -> None:
+def close(actual: Tensor, expected: list[float]) -> None:
     torch.testing.assert_close(
-        found.double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6
+        actual.double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6
     )
 
 
@@ -68,9 +68,9 @@ def test_the_pairs_loss_with_the_likelihood_of_the_best() -> None:
 
 def test_all_constraints_must_hold_and_unknown_is_not_broken() -> None:
     rows = [[2.0, 1, 0.5], [3.0, 0.9, 1], [1.0, 1, 1], [2.0, None, 0.4], [2.0, None, 1.0]]
-    held = Constraints([*HELD, Constraint(2, "short", 0.5, 0.1)])
-    found = held.compared([*(row[0] for row in rows), None], [*rows, [None, 1, 1]])
-    assert found == [
+    constraints = Constraints([*HELD, Constraint(2, "short", 0.5, 0.1)])
+    gated = constraints.compared([*(row[0] for row in rows), None], [*rows, [None, 1, 1]])
+    assert gated == [
         pytest.approx(0.5),
         0.0,
         pytest.approx(torch.sigmoid(torch.tensor(-1.0)).item()),
@@ -103,7 +103,7 @@ class Rounds:
             Group(
                 draw,
                 tuple(completions),
-                tuple(tuple(Score(one) for one in row) for row in SCORES),
+                tuple(tuple(Score(value) for value in row) for row in SCORES),
             )
         ]
 
@@ -114,25 +114,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(
-    kind: type[Any], model: Path, output: Path, *, own: dict[str, Any], **settings: Any
+    kind: type[Any], model: Path, output: Path, *, trainer_args: dict[str, Any], **settings: Any
 ) -> Any:
     sizes = {
         "num_generations": 6,
         "per_device_train_batch_size": 6,
         "reward_weights": [1.0, 0.0],
     }
-    own = {"constraints": Constraints(HELD), **own}
+    trainer_args = {"constraints": Constraints(HELD), **trainer_args}
     settings = {"scale_rewards": "none", **sizes, **settings}
     return small_trainer(
-        kind, model, output, Rounds(), rewards=("mine", "format"), own=own, **settings
+        kind,
+        model,
+        output,
+        Rounds(),
+        rewards=("mine", "format"),
+        trainer_args=trainer_args,
+        **settings,
     )
 
 
 def advantages(trainer: Any) -> Tensor:
-    found: Tensor = trainer._generate_and_score_completions([{"prompt": "tick"}] * 6)[
+    per_completion: Tensor = trainer._generate_and_score_completions([{"prompt": "tick"}] * 6)[
         "advantages"
     ]
-    return found
+    return per_completion
 
 
 MEAN = sum(row[0] for row in SCORES) / 6
@@ -141,26 +147,31 @@ GATES = [torch.sigmoid(torch.tensor(row[0] - MEAN)).item() * (row[1] or 0) for r
 
 def test_the_trainer_gates_rewards_before_the_estimator(model: Path, tmp_path: Path) -> None:
     """What breaks the constraint counts in the mean, and what is not known does not."""
-    found = advantages(made(Trainer, model, tmp_path, own={"advantage": ESTIMATORS["crpg"]}))
+    gated = advantages(
+        made(Trainer, model, tmp_path, trainer_args={"advantage": ESTIMATORS["crpg"]})
+    )
     mean = sum(GATES) / 5
-    close(found, [*(gate - mean for gate in GATES[:5]), 0.0])
+    close(gated, [*(gate - mean for gate in GATES[:5]), 0.0])
     plain = advantages(
         made(
-            Trainer, model, tmp_path, own={"advantage": ESTIMATORS["crpg"], "constraints": None}
+            Trainer,
+            model,
+            tmp_path,
+            trainer_args={"advantage": ESTIMATORS["crpg"], "constraints": None},
         )
     )
-    assert plain[1] > 0 > found[1]
+    assert plain[1] > 0 > gated[1]
 
 
 def test_a_broken_constraint_costs_its_weight(model: Path, tmp_path: Path) -> None:
-    own = {
+    trainer_args = {
         "advantage": ESTIMATORS["dr-grpo"],
         "constraints": Constraints(HELD, by="lagrangian"),
     }
     totals = [2.0, 3.0 - 0.75, 1.0, 2.5, 0.5 - 0.75]
     mean = sum(totals) / 5
     close(
-        advantages(made(Trainer, model, tmp_path, own=own)),
+        advantages(made(Trainer, model, tmp_path, trainer_args=trainer_args)),
         [*(total - mean for total in totals), 0.0],
     )
 
@@ -171,7 +182,7 @@ def test_the_pair_in_the_trainer(model: Path, tmp_path: Path) -> None:
         OnlineDPOTrainer,
         model,
         tmp_path,
-        own={"kind": "dpo", "likelihood": 0.1},
+        trainer_args={"kind": "dpo", "likelihood": 0.1},
         beta=0.1,
         max_steps=1,
     )

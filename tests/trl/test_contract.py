@@ -217,9 +217,9 @@ def test_the_batch_has_the_keys_that_the_seam_deals(trainer: GRPOTrainer) -> Non
     rows = [{"prompt": "tick"}] * 4
     trainer.model.train()
     trainer.use_vllm = False
-    own = trainer._generate_and_score_completions(rows)
-    assert set(own) == KEYS | {"sampling_per_token_logps"}, (
-        f"the batch without an engine has the keys {sorted(own)}"
+    without_engine = trainer._generate_and_score_completions(rows)
+    assert set(without_engine) == KEYS | {"sampling_per_token_logps"}, (
+        f"the batch without an engine has the keys {sorted(without_engine)}"
     )
     trainer.use_vllm, trainer._last_loaded_step = True, trainer.state.global_step
     batch = trainer._generate_and_score_completions(rows)

@@ -45,21 +45,21 @@ def test_the_advantage_of_each_token() -> None:
 
 def test_what_is_masked_or_not_known_has_no_advantage() -> None:
     teacher = torch.tensor([[-1.0, torch.nan, -torch.inf, -1.0]])
-    found = log_ratios(teacher, torch.full((1, 4), -2.0), torch.tensor([[1, 1, 1, 0]]))
-    assert found.tolist() == [[1, 0, 0, 0]]
+    advantages = log_ratios(teacher, torch.full((1, 4), -2.0), torch.tensor([[1, 1, 1, 0]]))
+    assert advantages.tolist() == [[1, 0, 0, 0]]
 
 
 def gradient(loss: Callable[[Tensor], Tensor]) -> list[float]:
     """By the policy's logits."""
     logits = POLICY.log().requires_grad_(True)
-    (found,) = torch.autograd.grad(loss(logits.log_softmax(0)), logits)
-    return [float(one) for one in found]
+    (slopes,) = torch.autograd.grad(loss(logits.log_softmax(0)), logits)
+    return [float(slope) for slope in slopes]
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
     """Over every token. The estimate itself as a loss has none, which is why it is an advantage."""
-    one = torch.ones(1, 4)
-    advantages = log_ratios(TEACHER.log().unsqueeze(0), POLICY.log().unsqueeze(0), one)[0]
+    mask = torch.ones(1, 4)
+    advantages = log_ratios(TEACHER.log().unsqueeze(0), POLICY.log().unsqueeze(0), mask)[0]
     assert (POLICY * advantages).sum().item() == pytest.approx(-0.051430, abs=1e-6)
     assert gradient(lambda logps: -(POLICY * advantages * logps).sum()) == pytest.approx(
         REVERSE, abs=1e-6
@@ -89,7 +89,7 @@ class Rounds:
             shifts = [self.shift(place, n) for n in range(len(ids))]
             completions.append(Completion(ids, flat, "", "stop", step))
             taught = tuple(
-                own + by for own, by in zip(flat, shifts, strict=True) if by is not None
+                logprob + by for logprob, by in zip(flat, shifts, strict=True) if by is not None
             )
             scores.append((Score(0.0, logprobs=taught) if taught else Score(None), Score(task)))
         return [
@@ -102,7 +102,7 @@ class Rounds:
 
 
 def made(
-    model: Path, output: Path, rounds: Rounds, *, weights: list[float], **own: Any
+    model: Path, output: Path, rounds: Rounds, *, weights: list[float], **trainer_args: Any
 ) -> Trainer:
     trainer = Trainer(
         model=str(model),
@@ -123,7 +123,7 @@ def made(
         train_dataset=Dataset.from_dict({"prompt": ["tick"] * 4}),
         processing_class=AutoTokenizer.from_pretrained(model),
         teachers=[0],
-        **own,
+        **trainer_args,
     )
     trainer.rounds = rounds
     trainer.current_gradient_accumulation_steps = 1
@@ -133,11 +133,15 @@ def made(
 def step(trainer: Trainer) -> tuple[float, dict[str, Tensor], float]:
     """The loss, the batch, and the largest gradient."""
     loss = trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
-    gradients = [one.grad for one in trainer.bare_model.parameters() if one.grad is not None]
+    gradients = [
+        parameter.grad
+        for parameter in trainer.bare_model.parameters()
+        if parameter.grad is not None
+    ]
     return (
         float(loss),
         dict(trainer._buffered_inputs[0]),
-        max(float(one.abs().max()) for one in gradients),
+        max(float(grad.abs().max()) for grad in gradients),
     )
 
 
@@ -171,10 +175,10 @@ def test_teacher_and_task_are_added_by_weight(model: Path, tmp_path: Path) -> No
     )
     _, batch, largest = step(trainer)
     mean = sum(TASK) / 4
-    for place, found in by_place(batch).items():
+    for place, advantages in by_place(batch).items():
         task = 0.5 * (TASK[place] - mean) * 4 / 3
         expected = [task + 2 * (shift(place, n) or 0) for n in range(2 + place)]
-        assert found == pytest.approx(expected, abs=1e-6)
+        assert advantages == pytest.approx(expected, abs=1e-6)
     assert largest > 0
     known = [shift(place, n) or 0 for place in range(3) for n in range(2 + place)]
     assert trainer._metrics["train"]["ycore/teacher/kl"] == [
@@ -187,19 +191,26 @@ def test_the_gradient_is_that_of_the_definition(model: Path, tmp_path: Path) -> 
         model, tmp_path, Rounds(lambda place, n: 0.3 * place - 0.2 * n), weights=[1.0, 0.0]
     )
     _, batch, _ = step(trainer)
-    parameters = [one for one in trainer.bare_model.parameters() if one.grad is not None]
-    found = [one.grad.clone() for one in parameters]
+    parameters = [
+        parameter for parameter in trainer.bare_model.parameters() if parameter.grad is not None
+    ]
+    gradients = [parameter.grad.clone() for parameter in parameters]
     trainer.model.zero_grad()
     total, count = torch.zeros(()), 0
     for place, advantages in by_place(batch).items():
-        own = torch.tensor([10 + place + 3 * n for n in range(2 + place)])
-        ids = torch.cat([torch.tensor(PROMPT), own]).unsqueeze(0)
+        completion_ids = torch.tensor([10 + place + 3 * n for n in range(2 + place)])
+        ids = torch.cat([torch.tensor(PROMPT), completion_ids]).unsqueeze(0)
         logits = trainer.bare_model(input_ids=ids).logits[0, len(PROMPT) - 1 : -1]
-        logps = logits.log_softmax(-1).gather(1, own.unsqueeze(1)).squeeze(1)
-        total, count = total - (logps * torch.tensor(advantages)).sum(), count + len(own)
+        logps = logits.log_softmax(-1).gather(1, completion_ids.unsqueeze(1)).squeeze(1)
+        total, count = (
+            total - (logps * torch.tensor(advantages)).sum(),
+            count + len(completion_ids),
+        )
     (total / count).backward()  # type: ignore[no-untyped-call]
-    for one, gradient in zip(parameters, found, strict=True):
-        assert one.grad is not None and torch.allclose(gradient, one.grad, atol=1e-6)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert parameter.grad is not None and torch.allclose(
+            gradient, parameter.grad, atol=1e-6
+        )
 
 
 # -- exact divergences, with the teacher in the trainer ----------------------------------------------------------------
@@ -230,8 +241,8 @@ def taught(place: int, n: int) -> float | None:
 
 
 def defined(exact: DistillSettings, p: Tensor, q: Tensor) -> Tensor:
-    def kl(one: Tensor, other: Tensor) -> Tensor:
-        return (one * (one.log() - other.log())).sum(-1)
+    def kl(probs: Tensor, other_probs: Tensor) -> Tensor:
+        return (probs * (probs.log() - other_probs.log())).sum(-1)
 
     middle = exact.beta * q + (1 - exact.beta) * p
     return {
@@ -263,13 +274,15 @@ def test_the_exact_loss_and_gradient_are_those_of_the_definition(
     )
     loss, _, _ = step(trainer)
     assert rows and max(rows) == 3
-    parameters = [one for one in trainer.bare_model.parameters() if one.grad is not None]
-    found = [one.grad.clone() for one in parameters]
+    parameters = [
+        parameter for parameter in trainer.bare_model.parameters() if parameter.grad is not None
+    ]
+    gradients = [parameter.grad.clone() for parameter in parameters]
     trainer.model.zero_grad()
     other, total, seen = AutoModelForCausalLM.from_pretrained(teacher), torch.zeros(()), []
     for place in range(3):
-        own = torch.tensor([10 + place + 3 * n for n in range(2 + place)])
-        ids = torch.cat([torch.tensor(PROMPT), own]).unsqueeze(0)
+        completion_ids = torch.tensor([10 + place + 3 * n for n in range(2 + place)])
+        ids = torch.cat([torch.tensor(PROMPT), completion_ids]).unsqueeze(0)
         logits = trainer.bare_model(input_ids=ids).logits[0, len(PROMPT) - 1 : -1]
         theirs = (
             other(input_ids=ids).logits[0, len(PROMPT) - 1 : -1, : logits.size(-1)].detach()
@@ -282,8 +295,10 @@ def test_the_exact_loss_and_gradient_are_those_of_the_definition(
     metric = trainer._metrics["train"]["ycore/teacher/divergence"]
     assert metric == [pytest.approx(torch.stack(seen).mean().item(), abs=1e-6)]
     total.backward()  # type: ignore[no-untyped-call]
-    for one, gradient in zip(parameters, found, strict=True):
-        assert one.grad is not None and torch.allclose(gradient, one.grad, rtol=0, atol=1e-6)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert parameter.grad is not None and torch.allclose(
+            gradient, parameter.grad, rtol=0, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("exact", EXACT, ids=lambda exact: exact.divergence)
@@ -302,21 +317,25 @@ def test_an_exact_divergence_and_rewards_are_added_by_weight(
     model: Path, teacher: Path, tmp_path: Path
 ) -> None:
     """The gradient of both is the sum of the gradients of each alone."""
-    found = []
+    gradients = []
     for weights in ([0.5, 0.0], [0.0, 2.0], [0.5, 2.0]):
-        own = {"exact": EXACT[1], "folders": [teacher], "advantage": ESTIMATORS["rloo"]}
-        trainer = made(model, tmp_path, Rounds(taught), weights=weights, **own)
+        trainer_args = {
+            "exact": EXACT[1],
+            "folders": [teacher],
+            "advantage": ESTIMATORS["rloo"],
+        }
+        trainer = made(model, tmp_path, Rounds(taught), weights=weights, **trainer_args)
         step(trainer)
-        found.append(
+        gradients.append(
             torch.cat(
                 [
-                    one.grad.flatten()
-                    for one in trainer.bare_model.parameters()
-                    if one.grad is not None
+                    parameter.grad.flatten()
+                    for parameter in trainer.bare_model.parameters()
+                    if parameter.grad is not None
                 ]
             )
         )
-    alone, rewards, both = found
+    alone, rewards, both = gradients
     assert (
         torch.allclose(both, alone + rewards, rtol=0, atol=1e-6)
         and alone.any()

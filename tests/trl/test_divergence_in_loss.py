@@ -40,7 +40,7 @@ def trainer(
 ) -> SeamGRPOTrainer:
     settings = {"max_steps": 2, "learning_rate": 1e-3, "logging_steps": 1, "beta": BETA, **trl}
     return small_trainer(
-        kind, model, output, EqualRewards(), own={"divergence": name}, **settings
+        kind, model, output, EqualRewards(), trainer_args={"divergence": name}, **settings
     )
 
 

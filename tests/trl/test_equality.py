@@ -154,7 +154,8 @@ def talks(groups: list[Group]) -> list[Group]:
         replace(
             group,
             completions=tuple(
-                in_turns(one, member) for member, one in enumerate(group.completions)
+                in_turns(completion, member)
+                for member, completion in enumerate(group.completions)
             ),
         )
         for group in groups
@@ -228,8 +229,8 @@ def build(
             "completion_ids": [list(completion.token_ids) for completion in completions],
             "logprobs": logprobs if case.engine_logprobs else None,
             **(
-                {"env_mask": [list(one.mask) for one in completions]}
-                if any(one.turns for one in completions)
+                {"env_mask": [list(completion.mask) for completion in completions]}
+                if any(completion.turns for completion in completions)
                 else {}
             ),
         }
@@ -436,8 +437,11 @@ def test_the_second_iteration_over_a_round_equals_trl(
 
 TALKS = [
     *ONE_WINDOW[::3],
-    *(Case(lora=index % 2 > 0, settings=one) for index, one in enumerate(OTHER_SETTINGS)),
-    *(Case(engine_logprobs=False, settings=one) for one in OTHER_SETTINGS[::3]),
+    *(
+        Case(lora=index % 2 > 0, settings=settings)
+        for index, settings in enumerate(OTHER_SETTINGS)
+    ),
+    *(Case(engine_logprobs=False, settings=settings) for settings in OTHER_SETTINGS[::3]),
 ]
 
 
@@ -481,19 +485,23 @@ def test_the_gap_and_the_correction_see_the_policys_tokens_alone(
     loaded = AutoModelForCausalLM.from_pretrained(model)
 
     def wrong(group: Group, completion: Completion) -> Completion:
-        found = (
+        logprobs = (
             true_logprobs(loaded, list(group.draw.token_ids), list(completion.token_ids)) + 0.5
         )
         return replace(
-            completion, logprobs=tuple((found * torch.tensor(completion.mask)).tolist())
+            completion, logprobs=tuple((logprobs * torch.tensor(completion.mask)).tolist())
         )
 
-    told = [
-        replace(one, completions=tuple(wrong(one, c) for c in one.completions)) for one in talks
+    skewed = [
+        replace(
+            group,
+            completions=tuple(wrong(group, completion) for completion in group.completions),
+        )
+        for group in talks
     ]
-    _, ours = build(case, model, told, tmp_path)
+    _, ours = build(case, model, skewed, tmp_path)
     ours.packed_by = ours.packed_by if packs else None
-    train(ours, flat_rows(told), case.accumulation)
+    train(ours, flat_rows(skewed), case.accumulation)
     metrics = ours._metrics["train"]
     assert metrics["ycore/logprob_gap"] == pytest.approx([0.5, 0.5], abs=1e-3)
     assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(

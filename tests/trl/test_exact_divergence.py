@@ -40,8 +40,8 @@ def of_logits(
 def test_exact_values_by_hand_and_their_gradients_by_definition(
     name: str, beta: float, value: float
 ) -> None:
-    found, slopes = of_logits(name, STUDENT, TEACHER, beta)
-    assert found == pytest.approx(value, abs=1e-6)
+    divergence, slopes = of_logits(name, STUDENT, TEACHER, beta)
+    assert divergence == pytest.approx(value, abs=1e-6)
     logits = STUDENT.log().requires_grad_(True)
     policy = logits.softmax(-1)
     middle = beta * TEACHER + (1 - beta) * policy

@@ -320,10 +320,10 @@ def test_the_mean_of_the_logits_and_the_likeliest_token(
     hidden, weight, offset, targets, _ = made(True)
     logits = torch.nn.functional.linear(hidden, weight, offset) / 0.9
     targets[::2] = logits.argmax(-1)[::2]
-    given: Any = {"temperature": 0.9, "with_logits": True}
+    options: Any = {"temperature": 0.9, "with_logits": True}
     weight.requires_grad_(not frozen)
     _, _, means, are_likeliest = score_tokens(
-        hidden.clone().requires_grad_(), weight, offset, targets, **given
+        hidden.clone().requires_grad_(), weight, offset, targets, **options
     )
     torch.testing.assert_close(means, logits.mean(-1))
     assert are_likeliest.tolist() == (logits.argmax(-1) == targets).tolist() and any(

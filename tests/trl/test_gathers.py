@@ -20,7 +20,7 @@ def test_trl_gathers_texts_by_the_name_that_is_swapped() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def gathered(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What reached TRL's own gather."""
     reached: list[list[str]] = []
 
@@ -32,16 +32,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return reached
 
 
-def test_texts_stay_and_names_are_gathered(asked: list[list[str]]) -> None:
+def test_texts_stay_and_names_are_gathered(gathered: list[list[str]]) -> None:
     before = grpo_trainer.gather_object
     with texts_stay_local(3, logs_completions=False):
         assert grpo_trainer.gather_object(["a", "b", "c"]) == ["a", "b", "c"]
         assert grpo_trainer.gather_object(["column"]) == ["column", "column"]
-    assert asked == [["column"]]
+    assert gathered == [["column"]]
     assert grpo_trainer.gather_object is before
 
 
-def test_a_table_of_completions_gets_all(asked: list[list[str]]) -> None:
+def test_a_table_of_completions_gets_all(gathered: list[list[str]]) -> None:
     with texts_stay_local(3, logs_completions=True):
         assert grpo_trainer.gather_object(["a", "b", "c"]) == ["a", "b", "c"] * 2
-    assert asked == [["a", "b", "c"]]
+    assert gathered == [["a", "b", "c"]]

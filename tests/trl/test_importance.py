@@ -130,8 +130,8 @@ def test_weights_of_one_completion(
     mode: str, low: float | None, high: float | None, expected: list[float]
 ) -> None:
     none, mask = torch.zeros_like(LOG_RATIOS), torch.ones_like(LOG_RATIOS)
-    found = importance_ratio(LOG_RATIOS, none, mask, mode=mode, clip_min=low, clip_max=high)
-    assert found[0].tolist() == pytest.approx(expected, abs=1e-6)
+    weights = importance_ratio(LOG_RATIOS, none, mask, mode=mode, clip_min=low, clip_max=high)
+    assert weights[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_regions_of_weights() -> None:
@@ -146,8 +146,8 @@ def test_regions_of_weights() -> None:
     assert outside.tolist() == [[0.0, 0.0, 1.0]], "above 5 and below a half"
     assert not region_weights("geometric", LOG_RATIOS, none, advantages, mask[:, :4]).any()
     both = torch.cat([LOG_RATIOS, -LOG_RATIOS], dim=1)
-    found = region_weights("geometric", both, torch.zeros_like(both), advantages, mask)
-    assert found[0, :4].tolist() == pytest.approx(WEIGHTS, abs=1e-6)
+    weights = region_weights("geometric", both, torch.zeros_like(both), advantages, mask)
+    assert weights[0, :4].tolist() == pytest.approx(WEIGHTS, abs=1e-6)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0]])
     assert not region_weights("geometric", both, torch.zeros_like(both), advantages, mask).any()
 
@@ -163,9 +163,9 @@ def test_by_completion_the_ratio_is_the_product_and_so_is_its_clip(
     logps = (old + torch.tensor([[*log_ratios, 7.0]])).requires_grad_(True)
     ratio = (logps - old_by_completion(logps.detach(), old, mask)).exp()
     loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    (found,) = torch.autograd.grad((loss * mask).sum(), logps)
+    (actual,) = torch.autograd.grad((loss * mask).sum(), logps)
     whole = ((logps - old) * mask).sum().exp()
     expected = -torch.minimum(whole * advantage, whole.clamp(0.8, 1.2) * advantage)
     assert loss[mask.bool()].tolist() == pytest.approx([expected.item()] * 2, abs=1e-12)
     (gradient,) = torch.autograd.grad(expected, logps)
-    assert torch.allclose(found, gradient, atol=1e-12)
+    assert torch.allclose(actual, gradient, atol=1e-12)

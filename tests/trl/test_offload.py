@@ -30,7 +30,9 @@ def test_a_step_after_a_time_away_is_the_step_that_it_would_have_been() -> None:
     stayed, _ = trained(4)
     for away_after in range(3):
         moved, _ = trained(4, away_after=away_after)
-        assert all(torch.equal(one, other) for one, other in zip(stayed, moved, strict=True))
+        assert all(
+            torch.equal(weight, other) for weight, other in zip(stayed, moved, strict=True)
+        )
     assert not torch.equal(stayed[0], trained(3)[0][0])
 
 
@@ -153,7 +155,9 @@ def test_under_zero3_another_optimizers_moments_are_moved_here(
 ) -> None:
     _, optimizer = trained(1)
     moved: list[torch.optim.Optimizer] = []
-    monkeypatch.setattr(Offload, "move_moments", lambda self, one: lambda: moved.append(one))
+    monkeypatch.setattr(
+        Offload, "move_moments", lambda self, inner: lambda: moved.append(inner)
+    )
     for stage, expected in ((3, [optimizer]), (1, [])):
         engine = DeepSpeedEngine(stage, optimizer=Zero(optimizer), cpu=stage == 1)
         with Offload("optimizer").away(object(), engine):

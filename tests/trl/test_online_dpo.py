@@ -47,9 +47,9 @@ def test_the_best_and_the_worst_are_the_first_of_their_group() -> None:
 def test_the_loss_of_a_pair(kind: str, margin: float, loss: float, slope: float) -> None:
     """Log ratios 1 and -0.5, beta 0.1; and at the start, where both are 0."""
     margins = torch.tensor([margin], dtype=torch.float64, requires_grad=True)
-    found = preference_losses(margins, beta=0.1, kind=kind)
-    (gradient,) = torch.autograd.grad(found.sum(), margins)
-    assert (found.item(), gradient.item()) == (
+    losses = preference_losses(margins, beta=0.1, kind=kind)
+    (gradient,) = torch.autograd.grad(losses.sum(), margins)
+    assert (losses.item(), gradient.item()) == (
         pytest.approx(loss, abs=1e-6),
         pytest.approx(slope, abs=1e-6),
     )
@@ -97,7 +97,13 @@ def made(model: Path, output: Path, kind: str, **settings: Any) -> Trainer:
         **settings,
     }
     return small_trainer(
-        Trainer, model, output, Rounds(), own={"kind": kind}, scale_rewards="none", **settings
+        Trainer,
+        model,
+        output,
+        Rounds(),
+        trainer_args={"kind": kind},
+        scale_rewards="none",
+        **settings,
     )
 
 
@@ -115,25 +121,28 @@ def test_the_gradient_is_that_of_the_definition(model: Path, tmp_path: Path, kin
     trainer = made(model, tmp_path, kind)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        for one in trainer.bare_model.parameters():
-            one += 0.05 * torch.randn(one.shape, generator=generator)
+        for parameter in trainer.bare_model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     for _ in range(3):
         trainer.training_step(trainer.model, [{"prompt": "tick"}] * 12, None)
-    parameters = [one for one in trainer.bare_model.parameters() if one.requires_grad]
-    found = [
-        torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in parameters
+    parameters = [
+        parameter for parameter in trainer.bare_model.parameters() if parameter.requires_grad
+    ]
+    gradients = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for parameter in parameters
     ]
     trainer.model.zero_grad()
     total = torch.zeros(())
     for group, scores in zip(Rounds().next_round(step=0, num_groups=3), SCORES, strict=True):
         if len(set(scores)) == 1:
             continue
-        ids = [one.token_ids for one in group.completions]
+        ids = [completion.token_ids for completion in group.completions]
         known = [place for place in range(4) if scores[place] is not None]
         best = max(known, key=lambda place: scores[place] or 0)
         worst = min(known, key=lambda place: scores[place] or 0)
         if kind == "rrhf":
-            logps = [log_probability(trainer, one) for one in ids]
+            logps = [log_probability(trainer, token_ids) for token_ids in ids]
             total = total - logps[best]
             for i in known:
                 for j in known:
@@ -143,9 +152,9 @@ def test_the_gradient_is_that_of_the_definition(model: Path, tmp_path: Path, kin
                         )
             continue
         ratios = [
-            log_probability(trainer, ids[one])
-            - log_probability(trainer, ids[one], trainer.ref_model).detach()
-            for one in (best, worst)
+            log_probability(trainer, ids[place])
+            - log_probability(trainer, ids[place], trainer.ref_model).detach()
+            for place in (best, worst)
         ]
         margin = ratios[0] - ratios[1]
         total = total + (
@@ -154,14 +163,14 @@ def test_the_gradient_is_that_of_the_definition(model: Path, tmp_path: Path, kin
             else (margin - 5) ** 2
         )
     (total / 2).backward()  # type: ignore[no-untyped-call]
-    for one, gradient in zip(parameters, found, strict=True):
-        assert one.grad is not None and torch.allclose(
-            gradient, one.grad, atol=2e-5 * max(1, one.grad.abs().max())
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert parameter.grad is not None and torch.allclose(
+            gradient, parameter.grad, atol=2e-5 * max(1, parameter.grad.abs().max())
         )
-    assert any(gradient.abs().max() > 1e-3 for gradient in found)
+    assert any(gradient.abs().max() > 1e-3 for gradient in gradients)
     if kind == "dpo":
         accuracies = trainer._metrics["train"]["ycore/pairs/accuracy"]
-        assert len(accuracies) == 2 and all(one in (0, 1) for one in accuracies)
+        assert len(accuracies) == 2 and all(accuracy in (0, 1) for accuracy in accuracies)
 
 
 def test_at_the_start_the_loss_is_log_two(model: Path, tmp_path: Path) -> None:

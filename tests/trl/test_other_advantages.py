@@ -48,10 +48,10 @@ class Fixed:
 
 
 def trainer(
-    kind: type[SeamGRPOTrainer], model: Path, output: Path, **own: Any
+    kind: type[SeamGRPOTrainer], model: Path, output: Path, **trainer_args: Any
 ) -> SeamGRPOTrainer:
     settings = {"per_device_train_batch_size": 8, "max_steps": 2, "learning_rate": 1e-2}
-    return small_trainer(kind, model, output, Fixed(), own=own, **settings)
+    return small_trainer(kind, model, output, Fixed(), trainer_args=trainer_args, **settings)
 
 
 @pytest.mark.parametrize("name", ["rloo", "reinforce++-baseline", "maxrl"])
@@ -110,7 +110,7 @@ def test_each_dataset_has_its_own_estimator_among_its_own_groups(
         model,
         tmp_path,
         OfTwoDatasets(),
-        own={"dataset_advantages": named},
+        trainer_args={"dataset_advantages": named},
         per_device_train_batch_size=8,
         max_steps=2,
     )
@@ -158,8 +158,8 @@ def test_remax_compares_with_each_prompts_own_greedy_completion(
         def next_round(self, *, step: int, num_groups: int) -> list[Group]:
             groups = super().next_round(step=step, num_groups=num_groups)
             return [
-                replace(group, greedy_scores_R=(Score(own),))
-                for group, own in zip(groups, [1.0, None], strict=True)
+                replace(group, greedy_scores_R=(Score(score),))
+                for group, score in zip(groups, [1.0, None], strict=True)
             ]
 
     made = trainer(SeamGRPOTrainer, model, tmp_path, advantage=ESTIMATORS["remax"])

@@ -128,19 +128,19 @@ def test_the_pages_rloo_is_the_built_in_one_to_the_bit(
                 trainer(Trainer, model, tmp_path / "b", functions=functions))  # fmt: skip
 
 
-def assert_same(built_in: Any, own: Any) -> None:
+def assert_same(built_in: Any, custom: Any) -> None:
     """The same advantages, and after two whole steps the same losses, gradients and weights."""
-    batches = [made._generate_and_score_completions(TICKS) for made in (built_in, own)]
+    batches = [made._generate_and_score_completions(TICKS) for made in (built_in, custom)]
     assert torch.equal(batches[0]["advantages"], batches[1]["advantages"])
-    assert built_in.has_gradient == own.has_gradient
-    for made in (built_in, own):
+    assert built_in.has_gradient == custom.has_gradient
+    for made in (built_in, custom):
         made.args.logging_steps = made.state.logging_steps = 1
         made.train()
     for key in ("loss", "grad_norm"):
         values = [[row[key] for row in made.state.log_history if key in row]
-                  for made in (built_in, own)]  # fmt: skip
+                  for made in (built_in, custom)]  # fmt: skip
         assert values[0] == values[1] and len(values[0]) == 2 and any(values[0])
-    pairs = zip(built_in.model.parameters(), own.model.parameters(), strict=True)
+    pairs = zip(built_in.model.parameters(), custom.model.parameters(), strict=True)
     assert all(torch.equal(first, second) for first, second in pairs)
 
 
@@ -291,8 +291,10 @@ def test_a_loss_written_again_is_trls(
     functions = {"loss": OwnFunction("loss", f"{tmp_path / 'losses.py'}:{name}")}
     rounds = Fixed() if use_vllm else WithoutLogprobs()
     histories = []
-    for output, own in (("a", {}), ("b", {"functions": functions})):
-        made = small_trainer(Trainer, model, tmp_path / output, rounds, own=own, **settings)
+    for output, trainer_args in (("a", {}), ("b", {"functions": functions})):
+        made = small_trainer(
+            Trainer, model, tmp_path / output, rounds, trainer_args=trainer_args, **settings
+        )
         made.train()
         histories.append([(row["loss"], row["grad_norm"], row["entropy"])
                           for row in made.state.log_history if "loss" in row])  # fmt: skip

@@ -43,11 +43,11 @@ def test_every_completion_is_in_the_row_once_after_its_own_prompt(
         blocks, prompts, completions, [index * width for index in range(len(completions))]
     )
     wanted = row["shift_labels"] != IGNORE
-    found = torch.zeros(len(batch) * width, dtype=torch.long).scatter(
+    labels = torch.zeros(len(batch) * width, dtype=torch.long).scatter(
         0, places[wanted], row["shift_labels"][wanted]
     )
     for tokens_of_one, completion in zip(
-        found.view(len(batch), width).tolist(), completions, strict=True
+        labels.view(len(batch), width).tolist(), completions, strict=True
     ):
         assert tuple(tokens_of_one[: len(completion)]) == completion
     length = sum(block.shared + sum(block.lengths) for block in blocks)

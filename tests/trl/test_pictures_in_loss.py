@@ -150,18 +150,19 @@ def build(
         written = [
             list(completion.token_ids) for group in groups for completion in group.completions
         ]
-        asked = [list(group.draw.token_ids) for group in groups for _ in range(GROUP_SIZE)]
-        return {"prompt_ids": asked, "completion_ids": written, "logprobs": None}
+        prompt_ids = [list(group.draw.token_ids) for group in groups for _ in range(GROUP_SIZE)]
+        return {"prompt_ids": prompt_ids, "completion_ids": written, "logprobs": None}
 
     plain = GRPOTrainer(reward_funcs=[told], rollout_func=play_back, **common())
     bare = [
-        one
-        for one in (plain.accelerator.unwrap_model(plain.model), plain.ref_model)
-        if one is not None
+        network
+        for network in (plain.accelerator.unwrap_model(plain.model), plain.ref_model)
+        if network is not None
     ]
-    for one in bare:
+    for network in bare:
         never_write(
-            one.get_base_model() if lora else one, image_token_ids(one.config.to_dict())
+            network.get_base_model() if lora else network,
+            image_token_ids(network.config.to_dict()),
         )
     ours = SeamGRPOTrainer(reward_funcs=placeholder_rewards(["told"]), **common())
     ours.rounds, ours.open_image = Recorded(groups), sight.store.open
@@ -233,13 +234,13 @@ def test_loss_and_gradients_equal_trl(
     assert ours.packs_pictures
     ours.packs_pictures = packs
     rows = rows_for_trl(sight, groups)
-    (expected, slopes), (found, own_slopes) = train(plain, rows), train(ours, rows)
+    (expected, slopes), (loss, own_slopes) = train(plain, rows), train(ours, rows)
     assert own_slopes.keys() == slopes.keys()
-    norm = torch.stack([one.norm() for one in slopes.values()]).norm().item()
+    norm = torch.stack([slope.norm() for slope in slopes.values()]).norm().item()
     assert norm > 1e-3
-    assert abs(found - expected) <= TOLERANCE * max(1.0, abs(expected))
+    assert abs(loss - expected) <= TOLERANCE * max(1.0, abs(expected))
     assert max(
-        (own_slopes[name] - one).abs().max().item() for name, one in slopes.items()
+        (own_slopes[name] - slope).abs().max().item() for name, slope in slopes.items()
     ) <= TOLERANCE * max(1.0, norm)
     seen = [name for name in slopes if "vision_tower" in name or "projector" in name]
     assert bool(seen) != lora, "the eyes are frozen under LoRA, and trained with every weight"
@@ -250,9 +251,9 @@ def test_other_pictures_give_other_log_probabilities(
     packs: bool, model: Path, sight: Sight, tmp_path: Path
 ) -> None:
     """The same words and the same completions in one micro-batch: only what is seen differs."""
-    one, other = prompts_of(sight)[1:3]
-    assert sight.prompt_ids(one) == sight.prompt_ids(other)
-    first, _ = groups_of(sight, [one, other])
+    prompt, other = prompts_of(sight)[1:3]
+    assert sight.prompt_ids(prompt) == sight.prompt_ids(other)
+    first, _ = groups_of(sight, [prompt, other])
     second = Group(Draw(1, other, first.draw.token_ids), first.completions, first.scores_GR)
     _, ours = build(
         model, sight, [first, second], tmp_path, lora=False, per_device_train_batch_size=4
@@ -279,7 +280,7 @@ def true_logprobs(model: Path, sight: Sight, group: Group) -> list[torch.Tensor]
     """By transformers' own model, a completion at a time."""
     loaded = AutoModelForImageTextToText.from_pretrained(model)
     never_write(loaded, image_token_ids(loaded.config.to_dict()))
-    found = []
+    logprobs = []
     for completion in group.completions:
         inputs, ids = sight.inputs([group.draw.prompt]), torch.tensor([completion.token_ids])
         whole = torch.cat([inputs["input_ids"], ids], dim=1)
@@ -287,8 +288,8 @@ def true_logprobs(model: Path, sight: Sight, group: Group) -> list[torch.Tensor]
             logits = loaded(input_ids=whole, pixel_values=inputs["pixel_values"]).logits[
                 0, -ids.size(1) - 1 : -1
             ]
-        found.append(logits.log_softmax(-1).gather(-1, ids[0][:, None])[:, 0])
-    return found
+        logprobs.append(logits.log_softmax(-1).gather(-1, ids[0][:, None])[:, 0])
+    return logprobs
 
 
 def test_a_picture_is_never_written_and_the_others_share_its_part(model: Path) -> None:

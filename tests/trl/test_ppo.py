@@ -47,11 +47,11 @@ def made(
 ) -> Trainer:
     """A trainer with a critic whose head is not zero, before its first step."""
     of_critic = CriticSettings.model_fields.keys() - {"max_grad_norm"}
-    own = {name: settings.pop(name) for name in list(settings) if name in of_critic}
+    critic_args = {name: settings.pop(name) for name in list(settings) if name in of_critic}
     adapters = (
         LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
     )
-    critic = CriticSettings(**{"warmup_steps": 0, **own})
+    critic = CriticSettings(**{"warmup_steps": 0, **critic_args})
     settings = {
         "loss_type": "dapo",
         "scale_rewards": "none",
@@ -60,8 +60,10 @@ def made(
         **settings,
     }
     settings = {"per_device_train_batch_size": 8, **settings}
-    given = {"peft_config": adapters, "critic": critic, "kl_in": kl_in}
-    trainer = small_trainer(Trainer, model, output, Rounds(), own=given, alone=True, **settings)
+    trainer_args = {"peft_config": adapters, "critic": critic, "kl_in": kl_in}
+    trainer = small_trainer(
+        Trainer, model, output, Rounds(), trainer_args=trainer_args, alone=True, **settings
+    )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in trainer.critic.trained.items():
@@ -91,16 +93,18 @@ def plain(trainer: Trainer, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, T
     width = batch["completion_ids"].size(1)
     logps, values = torch.zeros(8, width), torch.zeros(8, width + 1)
     for row in range(8):
-        own = batch["completion_ids"][row][batch["completion_mask"][row].bool()]
+        completion_ids = batch["completion_ids"][row][batch["completion_mask"][row].bool()]
         ids = torch.cat(
-            [batch["prompt_ids"][row][batch["prompt_mask"][row].bool()], own]
+            [batch["prompt_ids"][row][batch["prompt_mask"][row].bool()], completion_ids]
         ).unsqueeze(0)
-        start = ids.size(1) - len(own) - 1
+        start = ids.size(1) - len(completion_ids) - 1
         logits = trainer.bare_model(input_ids=ids).logits[0, start:-1]
-        logps[row, : len(own)] = logits.log_softmax(-1).gather(1, own.unsqueeze(1)).squeeze(1)
-        values[row, : len(own) + 1] = trainer.critic(input_ids=ids, use_cache=False)[VALUES][
-            0, start:
-        ]
+        logps[row, : len(completion_ids)] = (
+            logits.log_softmax(-1).gather(1, completion_ids.unsqueeze(1)).squeeze(1)
+        )
+        values[row, : len(completion_ids) + 1] = trainer.critic(input_ids=ids, use_cache=False)[
+            VALUES
+        ][0, start:]
     return logps, values, batch["value_mask"].bool()
 
 
@@ -111,11 +115,15 @@ def test_both_gradients_are_those_of_the_definition(
     trainer = made(model, tmp_path, lora=lora, lam=0.9, value_clip=0.05)
     batch = step(trainer)
     named = [
-        (name, one) for name, one in trainer.bare_model.named_parameters() if one.requires_grad
+        (name, parameter)
+        for name, parameter in trainer.bare_model.named_parameters()
+        if parameter.requires_grad
     ]
-    found = {name: one.grad.clone() for name, one in named if one.grad is not None}
-    assert any(name.startswith(NAME) for name in found) and any(
-        not name.startswith(NAME) for name in found
+    gradients = {
+        name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None
+    }
+    assert any(name.startswith(NAME) for name in gradients) and any(
+        not name.startswith(NAME) for name in gradients
     )
     trainer.bare_model.zero_grad()
     logps, values, mask = plain(trainer, batch)
@@ -128,7 +136,7 @@ def test_both_gradients_are_those_of_the_definition(
     ((policy + errors[mask].sum() / 2) / batch["completion_mask"].sum()).backward()  # type: ignore[no-untyped-call]
     for name, parameter in named:
         if parameter.grad is not None:
-            assert torch.allclose(found[name], parameter.grad, atol=1e-6), name
+            assert torch.allclose(gradients[name], parameter.grad, atol=1e-6), name
 
 
 def test_with_a_head_of_zeros_the_first_step_is_reinforce_over_tokens(
@@ -176,12 +184,16 @@ def test_neither_an_engine_nor_the_saved_policy_gets_the_critic(
         assert not any(NAME in name for name in before) and not any(
             NAME in name for name in policy.state_dict()
         )
-        own = {id(one) for one in trainer.critic.trained.values()}
-        shared = [one for one in trainer.critic.parameters() if id(one) not in own]
-        everything = {id(one) for one in trainer._policy_parameters}
-        assert not own & everything, "nothing that is trained is shared"
+        critic_ids = {id(parameter) for parameter in trainer.critic.trained.values()}
+        shared = [
+            parameter
+            for parameter in trainer.critic.parameters()
+            if id(parameter) not in critic_ids
+        ]
+        everything = {id(parameter) for parameter in trainer._policy_parameters}
+        assert not critic_ids & everything, "nothing that is trained is shared"
         assert bool(shared) == lora and all(
-            any(one is other for other in policy.parameters()) for one in shared
+            any(parameter is other for other in policy.parameters()) for parameter in shared
         )
         step(trainer)
         trainer.create_optimizer()
@@ -194,11 +206,11 @@ def test_neither_an_engine_nor_the_saved_policy_gets_the_critic(
         )
         if lora:  # the control: the critic's own tree has the same names, and other weights
             trained = {
-                name: one
-                for name, one in trainer.critic.backbone.named_parameters()
+                name: parameter
+                for name, parameter in trainer.critic.backbone.named_parameters()
                 if "lora_B" in name
             }
-            assert any(one.abs().max() > 0 for one in trained.values())
+            assert any(weight.abs().max() > 0 for weight in trained.values())
         trainer.write_model(tmp_path / "model", dtype=torch.float32, merge=False)
         assert (tmp_path / "critic" / "critic.safetensors").is_file()
         assert not any(NAME in file.name for file in (tmp_path / "model").iterdir())
@@ -220,30 +232,32 @@ def test_in_the_warm_up_only_the_critic_moves(
     trainer.create_optimizer()
     rates = {group["lr"] for group in trainer.optimizer.param_groups if group["params"]}
     assert rates == {1e-2, 5e-2}
-    before = [one.detach().clone() for one in trainer._policy_parameters]
-    values = {name: one.detach().clone() for name, one in trainer.critic.trained.items()}
+    before = [parameter.detach().clone() for parameter in trainer._policy_parameters]
+    values = {
+        name: parameter.detach().clone() for name, parameter in trainer.critic.trained.items()
+    }
     step(trainer)
     norm = trainer._clip_grad_norm(trainer.model) if max_grad_norm else None
     trainer._get_grad_norm(trainer.model, grad_norm=norm)
     trainer.optimizer.step()
     assert all(
-        torch.equal(one, old)
-        for one, old in zip(trainer._policy_parameters, before, strict=True)
+        torch.equal(parameter, old)
+        for parameter, old in zip(trainer._policy_parameters, before, strict=True)
     )
-    assert not any(one in trainer.optimizer.state for one in trainer._policy_parameters), (
-        "no moment, and no step count"
-    )
+    assert not any(
+        parameter in trainer.optimizer.state for parameter in trainer._policy_parameters
+    ), "no moment, and no step count"
     assert any(
-        not torch.equal(one, values[name]) for name, one in trainer.critic.trained.items()
+        not torch.equal(parameter, values[name])
+        for name, parameter in trainer.critic.trained.items()
     )
-    for (
-        one
-    ) in trainer._policy_parameters:  # the control: a gradient of zeros lets the weights decay
-        one.grad = torch.zeros_like(one)
+    # The control: a gradient of zeros lets the weights decay.
+    for parameter in trainer._policy_parameters:
+        parameter.grad = torch.zeros_like(parameter)
     trainer.optimizer.step()
     assert any(
-        not torch.equal(one, old)
-        for one, old in zip(trainer._policy_parameters, before, strict=True)
+        not torch.equal(parameter, old)
+        for parameter, old in zip(trainer._policy_parameters, before, strict=True)
     )
 
 
@@ -277,12 +291,17 @@ def test_a_saved_critic_is_read_again_and_a_damaged_one_refused(
 ) -> None:
     trainer = made(model, tmp_path)
     trainer.critic.save(tmp_path)
-    saved = {name: one.detach().clone() for name, one in trainer.critic.trained.items()}
+    saved = {
+        name: parameter.detach().clone() for name, parameter in trainer.critic.trained.items()
+    }
     with torch.no_grad():
-        for one in trainer.critic.trained.values():
-            one.zero_()
+        for parameter in trainer.critic.trained.values():
+            parameter.zero_()
     trainer.critic.load(tmp_path)
-    assert all(torch.equal(one, saved[name]) for name, one in trainer.critic.trained.items())
+    assert all(
+        torch.equal(parameter, saved[name])
+        for name, parameter in trainer.critic.trained.items()
+    )
     (tmp_path / "critic.safetensors").write_bytes(b"x" * 30)
     with pytest.raises(RunError, match="has no whole critic"):
         trainer.critic.load(tmp_path)

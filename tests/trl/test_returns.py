@@ -24,55 +24,55 @@ def alone(total: Tensor) -> Tensor:
     return total
 
 
-def one(rewards: list[float], values: list[float], **settings: float) -> list[Tensor]:
+def of_completion(rewards: list[float], values: list[float], **settings: float) -> list[Tensor]:
     """Advantages and targets of one completion; lam stands for both unless the target's is given."""
     rows = [torch.tensor([row], dtype=torch.float64) for row in (rewards, values)]
     settings = {"target_lam": settings.get("lam", 1.0), "lam": 1.0, **settings}
-    found = advantages_and_targets(*rows, torch.ones_like(rows[0]), **settings)  # type: ignore[arg-type]
-    return [row[0] for row in found]
+    outputs = advantages_and_targets(*rows, torch.ones_like(rows[0]), **settings)  # type: ignore[arg-type]
+    return [row[0] for row in outputs]
 
 
-def near(found: Tensor, expected: list[float]) -> None:
-    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+def near(actual: Tensor, expected: list[float]) -> None:
+    assert actual.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_completion_that_ended() -> None:
-    advantages, targets = one(A_REWARDS, A_VALUES, lam=0.95)
+    advantages, targets = of_completion(A_REWARDS, A_VALUES, lam=0.95)
     near(advantages, [0.732712, 0.56075, 0.485, 0.3])
     near(targets, [0.932712, 0.96075, 0.985, 1])
-    advantages, targets = one(A_REWARDS, A_VALUES, lam=1.0)
+    advantages, targets = of_completion(A_REWARDS, A_VALUES, lam=1.0)
     near(advantages, [0.8, 0.6, 0.5, 0.3])
     near(targets, [1, 1, 1, 1])
-    advantages, targets = one(A_REWARDS, A_VALUES, lam=0.0)
+    advantages, targets = of_completion(A_REWARDS, A_VALUES, lam=0.0)
     near(advantages, [0.2, 0.1, 0.2, 0.3])
     near(targets, [0.4, 0.5, 0.7, 1])
 
 
 def test_lambda_follows_the_length_and_the_targets_have_their_own() -> None:
-    advantages, targets = one(A_REWARDS, A_VALUES, lam=0.0, alpha=0.4, target_lam=1.0)
+    advantages, targets = of_completion(A_REWARDS, A_VALUES, lam=0.0, alpha=0.4, target_lam=1.0)
     near(advantages, [0.281445, 0.217187, 0.3125, 0.3])  # lambda 0.375
     near(targets, [1, 1, 1, 1])
-    clamped, _ = one(A_REWARDS, A_VALUES, lam=1.0, alpha=0.05)  # 1 - 1 / 0.2 = -4
+    clamped, _ = of_completion(A_REWARDS, A_VALUES, lam=1.0, alpha=0.05)  # 1 - 1 / 0.2 = -4
     near(clamped, [0.2, 0.1, 0.2, 0.3])
 
 
 def test_the_kl_is_in_the_rewards() -> None:
     kl = [0.1, -0.05, 0.2, 0.0]
     rewards = [reward - 0.1 * token for reward, token in zip(A_REWARDS, kl, strict=True)]
-    near(one(rewards, A_VALUES, lam=0.95)[0], [0.709413, 0.54675, 0.465, 0.3])
+    near(of_completion(rewards, A_VALUES, lam=0.95)[0], [0.709413, 0.54675, 0.465, 0.3])
 
 
 def test_a_completion_that_was_cut() -> None:
-    advantages, targets = one(B_REWARDS, B_VALUES, lam=0.95)
+    advantages, targets = of_completion(B_REWARDS, B_VALUES, lam=0.95)
     near(advantages, [-0.0755, -0.29, -0.2])
     near(targets, [0.0245, 0.01, 0])
 
 
 def test_a_reward_one_token_off_is_another_advantage() -> None:
     """The control: TRL's own PPO put the reward one token after the end, where another value stood."""
-    wrong, _ = one([0.0, 0.0, 0.0, 0.0, 1.0], [*A_VALUES, 0.9], lam=0.95)
+    wrong, _ = of_completion([0.0, 0.0, 0.0, 0.0, 1.0], [*A_VALUES, 0.9], lam=0.95)
     near(wrong, [0.728426, 0.556237, 0.48025, 0.295, 0.1])
-    right, _ = one(A_REWARDS, A_VALUES, lam=0.95)
+    right, _ = of_completion(A_REWARDS, A_VALUES, lam=0.95)
     assert (wrong[:4] - right).abs().max() > 4e-3
 
 
@@ -113,13 +113,13 @@ MACRO_VALUES = [0.1, 0.2, 0.3, 0.3, 0.5, 0.6, 0.8]
 
 def test_macro_actions() -> None:
     near(
-        one(MACRO_REWARDS, MACRO_VALUES, lam=0.95)[0],
+        of_completion(MACRO_REWARDS, MACRO_VALUES, lam=0.95)[0],
         [0.697508, 0.650008, 0.578956, 0.598901, 0.451475, 0.3805, 0.19],
     )
-    advantages, targets = one(MACRO_REWARDS, MACRO_VALUES, lam=0.95, macro_tokens=3)
+    advantages, targets = of_completion(MACRO_REWARDS, MACRO_VALUES, lam=0.95, macro_tokens=3)
     near(advantages, [0.706808] * 3 + [0.473833] * 3 + [0.19])
     near(targets, [0.906808] * 3 + [0.9405] * 3 + [0.99])
-    near(one(MACRO_REWARDS, MACRO_VALUES, lam=0.95, macro_tokens=7)[0], [0.54] * 7)
+    near(of_completion(MACRO_REWARDS, MACRO_VALUES, lam=0.95, macro_tokens=7)[0], [0.54] * 7)
 
 
 def test_whitening_is_over_the_tokens_of_all_ranks() -> None:
@@ -189,11 +189,11 @@ def test_the_value_loss_and_its_gradient(
 ) -> None:
     for clip, expected, gradient in ((0.2, loss, slope), (0.5, wide_loss, wide_slope)):
         moving = torch.tensor(value, dtype=torch.float64, requires_grad=True)
-        found = value_losses(
+        value_loss = value_losses(
             moving, torch.tensor(0.5).double(), torch.tensor(target).double(), clip
         )
-        found.backward()  # type: ignore[no-untyped-call]
-        assert (found.item(), moving.grad.item()) == pytest.approx(
+        value_loss.backward()  # type: ignore[no-untyped-call]
+        assert (value_loss.item(), moving.grad.item()) == pytest.approx(
             (expected, gradient), abs=1e-6
         )  # type: ignore[union-attr]
 
@@ -215,7 +215,7 @@ def test_it_is_the_mixture_of_all_n_step_advantages() -> None:
     """The definition, arXiv 1506.02438, eq. 16: (1 - lam) * sum over n of lam^(n - 1) * the n-step advantage."""
     torch.manual_seed(0)
     rewards, values = torch.randn(6).double(), torch.randn(6).double()
-    found, _ = one(rewards.tolist(), values.tolist(), lam=0.7)
+    advantages, _ = of_completion(rewards.tolist(), values.tolist(), lam=0.7)
     for start in range(6):
         steps = []
         for n in range(1, 400):
@@ -223,4 +223,4 @@ def test_it_is_the_mixture_of_all_n_step_advantages() -> None:
             after = values[end] if end < 6 else 0.0
             steps.append(float(rewards[start:end].sum() + after - values[start]))
         mixed = (1 - 0.7) * math.fsum(0.7**n * step for n, step in enumerate(steps))
-        assert found[start].item() == pytest.approx(mixed, abs=1e-9)
+        assert advantages[start].item() == pytest.approx(mixed, abs=1e-9)

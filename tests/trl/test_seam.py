@@ -201,7 +201,9 @@ def test_gradients_are_the_same_with_checkpointing(model: Path, tmp_path: Path) 
     def gradients(checkpointing: bool) -> dict[str, torch.Tensor]:
         groups = [group(n, gap=0.0, rewards=PLAIN) for n in range(2)]
         trainer = trained(model, tmp_path, groups, gradient_checkpointing=checkpointing)
-        return {name: one.grad for name, one in trainer.bare_model.named_parameters()}
+        return {
+            name: parameter.grad for name, parameter in trainer.bare_model.named_parameters()
+        }
 
     with_checkpointing, without = gradients(True), gradients(False)
     for name, expected in without.items():

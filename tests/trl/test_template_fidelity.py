@@ -348,17 +348,17 @@ def test_a_runs_prompts_are_those_of_ycore_chat(
         "trl": {"chat_template_kwargs": FAMILIES[family][3]},
     }
     run.config.write_text(json.dumps({"config": trained}))
-    asked: list[list[int]] = []
+    input_ids: list[list[int]] = []
     generate = LlamaForCausalLM.generate
 
     def asking(model: Any, **options: Any) -> Any:
-        asked.append(options["input_ids"][0].tolist())
+        input_ids.append(options["input_ids"][0].tolist())
         return generate(model, **options)
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", asking)
     chat(str(tmp_path), prompt=["and 2 + 2?", "more"], max_tokens=1)
-    assert asked[0] == list(grpo_tokens(tokenizer, Prompt(0, PROMPTS[1]), family))
-    assert len(asked) == 2
+    assert input_ids[0] == list(grpo_tokens(tokenizer, Prompt(0, PROMPTS[1]), family))
+    assert len(input_ids) == 2
 
 
 ROWS_OF_SERVERS: list[tuple[Sequence[dict[str, Any]], list[dict[str, Any]]]] = [

@@ -41,36 +41,45 @@ def made(
     model: Path,
     output: Path,
     *,
-    own: dict[str, Any],
+    trainer_args: dict[str, Any],
     kind: type[PolicyGradientTrainer] = Trainer,
     **settings: Any,
 ) -> PolicyGradientTrainer:
     return small_trainer(
-        kind, model, output, Rounds(), own=own, **{"loss_type": "dapo", **settings}
+        kind,
+        model,
+        output,
+        Rounds(),
+        trainer_args=trainer_args,
+        **{"loss_type": "dapo", **settings},
     )
 
 
 def logps_of(trainer: PolicyGradientTrainer, batch: dict[str, Any]) -> torch.Tensor:
     logps = torch.zeros(batch["completion_ids"].shape)
     for row in range(len(logps)):
-        own = batch["completion_ids"][row][batch["completion_mask"][row].bool()]
-        ids = torch.cat([torch.tensor(PROMPT), own]).unsqueeze(0)
+        completion_ids = batch["completion_ids"][row][batch["completion_mask"][row].bool()]
+        ids = torch.cat([torch.tensor(PROMPT), completion_ids]).unsqueeze(0)
         logits = trainer.bare_model(input_ids=ids).logits[0, len(PROMPT) - 1 : -1]
-        logps[row, : len(own)] = logits.log_softmax(-1).gather(1, own.unsqueeze(1)).squeeze(1)
+        logps[row, : len(completion_ids)] = (
+            logits.log_softmax(-1).gather(1, completion_ids.unsqueeze(1)).squeeze(1)
+        )
     return logps
 
 
 def test_reinforce_plus_plus_whitens_over_tokens(model: Path, tmp_path: Path) -> None:
     """At the start the policy is its reference: the KL is 0, and the advantage that of the score."""
-    trainer = made(model, tmp_path, own={"kl_in": "reward"}, kind=ReinforceTrainer, beta=0.1)
+    trainer = made(
+        model, tmp_path, trainer_args={"kl_in": "reward"}, kind=ReinforceTrainer, beta=0.1
+    )
     trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
     batch = trainer._buffered_inputs[0]
     tokens = torch.tensor(
         [score for place, score in enumerate(SCORES) for _ in range(2 + place)]
     )
     expected = (tokens - tokens.mean()) / tokens.std()
-    found = batch["advantages"][batch["completion_mask"].bool()]
-    assert sorted(found.tolist()) == pytest.approx(sorted(expected.tolist()), abs=1e-5)
+    advantages = batch["advantages"][batch["completion_mask"].bool()]
+    assert sorted(advantages.tolist()) == pytest.approx(sorted(expected.tolist()), abs=1e-5)
     assert trainer._metrics["train"]["kl"] == [pytest.approx(0, abs=1e-6)]
 
 
@@ -83,7 +92,7 @@ def test_the_gradient_under_dppo_is_that_of_its_definition(
     trainer = made(
         model,
         tmp_path,
-        own={"trust_region": name},
+        trainer_args={"trust_region": name},
         num_iterations=iterations,
         learning_rate=1e-1,
     )
@@ -91,8 +100,12 @@ def test_the_gradient_under_dppo_is_that_of_its_definition(
         trainer.model.zero_grad()
         trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
         batch = trainer._buffered_inputs[0]
-        parameters = [one for one in trainer.bare_model.parameters() if one.grad is not None]
-        found = [one.grad.clone() for one in parameters]
+        parameters = [
+            parameter
+            for parameter in trainer.bare_model.parameters()
+            if parameter.grad is not None
+        ]
+        gradients = [parameter.grad.clone() for parameter in parameters]
         trainer.model.zero_grad()
         logps, mask = logps_of(trainer, batch), batch["completion_mask"].bool()
         advantages = batch["advantages"].unsqueeze(1)
@@ -101,30 +114,34 @@ def test_the_gradient_under_dppo_is_that_of_its_definition(
         )
         assert (weights[mask] > 1).any(), "the engine and the trainer differ"
         (-(weights * advantages * logps)[mask].sum() / mask.sum()).backward()  # type: ignore[no-untyped-call]
-        for one, gradient in zip(parameters, found, strict=True):
-            assert one.grad is not None and torch.allclose(gradient, one.grad, atol=1e-5)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            assert parameter.grad is not None and torch.allclose(
+                gradient, parameter.grad, atol=1e-5
+            )
         if number == 0:
             with torch.no_grad():
-                for one, gradient in zip(parameters, found, strict=True):
-                    one -= 0.5 * gradient
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter -= 0.5 * gradient
             trainer.state.global_step += 1
-    share = trainer._metrics["train"]["ycore/effective_share"]
-    assert len(share) == iterations and all(0 < one < 1 and math.isfinite(one) for one in share)
+    shares = trainer._metrics["train"]["ycore/effective_share"]
+    assert len(shares) == iterations and all(
+        0 < share < 1 and math.isfinite(share) for share in shares
+    )
 
 
 def test_the_effective_share_is_told_by_the_lag_of_the_version_that_wrote_the_tokens(
     model: Path, tmp_path: Path
 ) -> None:
     """The engine is flat, so a token's weight is the trainer's own probability of it, up to a factor by its place."""
-    trainer = made(model, tmp_path, own={"trust_region": "dppo-tv"})
+    trainer = made(model, tmp_path, trainer_args={"trust_region": "dppo-tv"})
     rounds = trainer.rounds
 
     class Crossed:
         def next_round(self, *, step: int, num_groups: int) -> list[Group]:
             (group,) = rounds.next_round(step=step, num_groups=num_groups)
             older = [
-                one.with_versions([(1, -2), (len(one.token_ids), 0)])
-                for one in group.completions
+                completion.with_versions([(1, -2), (len(completion.token_ids), 0)])
+                for completion in group.completions
             ]
             return [replace(group, completions=tuple(older))]
 
@@ -153,23 +170,32 @@ def second_step(
     trainer.model.zero_grad()
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        for one in trainer.bare_model.parameters():
-            one += 0.02 * torch.randn(one.shape, generator=generator)
+        for parameter in trainer.bare_model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
-    parameters = [one for one in trainer.bare_model.parameters() if one.grad is not None]
-    found = [one.grad.clone() for one in parameters if one.grad is not None]
+    parameters = [
+        parameter for parameter in trainer.bare_model.parameters() if parameter.grad is not None
+    ]
+    gradients = [
+        parameter.grad.clone() for parameter in parameters if parameter.grad is not None
+    ]
     trainer.model.zero_grad()
-    return parameters, found
+    return parameters, gradients
 
 
 def test_two_steps_a_round_clip_whole_completions(model: Path, tmp_path: Path) -> None:
     """In the second step, -min(R A, clip(R) A) of each completion, R the product of its tokens' ratios; over tokens."""
-    own = {"trust_region": "clip-completion"}
+    trainer_args = {"trust_region": "clip-completion"}
     correction = {"vllm_importance_sampling_correction": False}
     trainer = made(
-        model, tmp_path, own=own, num_iterations=2, loss_type="dr_grpo", **correction
+        model,
+        tmp_path,
+        trainer_args=trainer_args,
+        num_iterations=2,
+        loss_type="dr_grpo",
+        **correction,
     )
-    parameters, found = second_step(trainer)
+    parameters, gradients = second_step(trainer)
     batch = trainer._buffered_inputs[0]
     ratios = (
         ((logps_of(trainer, batch) - batch["old_per_token_logps"]) * batch["completion_mask"])
@@ -181,8 +207,10 @@ def test_two_steps_a_round_clip_whole_completions(model: Path, tmp_path: Path) -
         ratios * batch["advantages"], ratios.clamp(0.8, 1.2) * batch["advantages"]
     )
     (losses.sum() / 4 / trainer.max_completion_length).backward()  # type: ignore[no-untyped-call]
-    for one, gradient in zip(parameters, found, strict=True):
-        assert one.grad is not None and torch.allclose(gradient, one.grad, atol=1e-6)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert parameter.grad is not None and torch.allclose(
+            gradient, parameter.grad, atol=1e-6
+        )
 
 
 def decoupled(
@@ -209,16 +237,20 @@ def test_later_steps_of_a_round_are_decoupled_ppo(model: Path, tmp_path: Path) -
         "vllm_importance_sampling_mode": "token_truncate",
         "vllm_importance_sampling_clip_max": 3.0,
     }
-    trainer = made(model, tmp_path, own={}, num_iterations=2, learning_rate=1e-1, **correction)
-    parameters, found = second_step(trainer)
+    trainer = made(
+        model, tmp_path, trainer_args={}, num_iterations=2, learning_rate=1e-1, **correction
+    )
+    parameters, gradients = second_step(trainer)
     batch = trainer._buffered_inputs[0]
     logps, mask = logps_of(trainer, batch), batch["completion_mask"].bool()
     old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
     assert ((old - sampled)[mask].abs() > 0.1).any() and ((logps - old)[mask].abs() > 0.2).any()
     terms = decoupled(logps, old, sampled, batch["advantages"].unsqueeze(1))
     (-terms[mask].sum() / mask.sum()).backward()  # type: ignore[no-untyped-call]
-    for one, gradient in zip(parameters, found, strict=True):
-        assert one.grad is not None and torch.allclose(gradient, one.grad, atol=1e-6)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert parameter.grad is not None and torch.allclose(
+            gradient, parameter.grad, atol=1e-6
+        )
 
 
 def test_an_average_over_prompts_gives_each_prompt_that_teaches_the_same_weight() -> None:
@@ -236,12 +268,16 @@ def test_an_average_over_prompts_gives_each_prompt_that_teaches_the_same_weight(
 
 def test_the_trainer_averages_over_prompts(model: Path, tmp_path: Path) -> None:
     """One prompt: the same loss as over tokens. Two ranks: the sums are over both."""
-    over = [made(model, tmp_path, own={"loss_average": name}) for name in ("tokens", "prompts")]
-    found = [
-        float(one.training_step(one.model, [{"prompt": "tick"}] * 4, None)) for one in over
+    over = [
+        made(model, tmp_path, trainer_args={"loss_average": name})
+        for name in ("tokens", "prompts")
     ]
-    assert found[0] == pytest.approx(found[1], abs=1e-6) and found[0] != 0
-    two = made(model, tmp_path, own={"loss_average": "prompts"})
+    losses = [
+        float(trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None))
+        for trainer in over
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6) and losses[0] != 0
+    two = made(model, tmp_path, trainer_args={"loss_average": "prompts"})
     two._add_up = lambda sums: (
         sums + torch.tensor([20.0, 1.0])
     )  # another rank's prompt of 20 tokens

@@ -40,7 +40,7 @@ def completion(*turns: tuple[tuple[int, ...], str], version: int = 0) -> Complet
         turn(len(tokens), ours=kind == "p", begins=kind == "n") for tokens, kind in turns
     )
     logprobs = tuple(
-        -4.0 if one.by_policy else 0.0 for one in made for _ in range(one.num_tokens)
+        -4.0 if part.by_policy else 0.0 for part in made for _ in range(part.num_tokens)
     )
     return Completion(ids, logprobs, "", "stop", version, made if len(made) > 1 else ())
 
@@ -86,15 +86,21 @@ class Fixed:
 def made(
     model: Path, output: Path, kind: type[SeamGRPOTrainer] = SeamGRPOTrainer, **args: Any
 ) -> SeamGRPOTrainer:
-    own = args.pop("given", {})
+    trainer_args = args.pop("trainer_args", {})
     return small_trainer(
-        kind, model, output, Fixed(), own=own, vllm_importance_sampling_correction=False, **args
+        kind,
+        model,
+        output,
+        Fixed(),
+        trainer_args=trainer_args,
+        vllm_importance_sampling_correction=False,
+        **args,
     )
 
 
 def logprobs_alone(model: Any) -> list[list[torch.Tensor]]:
     """Of the policy's tokens of each sequence, in a forward of its own."""
-    found = []
+    logprobs = []
     for sequences in ALONE:
         of_one = []
         for prompt, tokens, ours in sequences:
@@ -107,8 +113,8 @@ def logprobs_alone(model: Any) -> list[list[torch.Tensor]]:
                 -1, torch.tensor(tokens).unsqueeze(-1)
             )
             of_one.append(logps.squeeze(-1)[torch.tensor(ours).bool()])
-        found.append(of_one)
-    return found
+        logprobs.append(of_one)
+    return logprobs
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
@@ -121,29 +127,29 @@ def test_the_sequences_of_a_completion_share_its_advantage_and_are_one_in_the_lo
     loss = trainer._compute_loss(trainer.model, batch)
     loss.backward()
     seen = {
-        name: one.grad.clone()
-        for name, one in trainer.model.named_parameters()
-        if one.grad is not None
+        name: parameter.grad.clone()
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.grad is not None
     }
     trainer.model.zero_grad()
     rewards = torch.tensor(REWARDS)
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     logps = [torch.cat(of_one) for of_one in logprobs_alone(trainer.model)]
     sums = [
-        -advantage * (one - one.detach()).exp()
-        for advantage, one in zip(advantages, logps, strict=True)
+        -advantage * (logp - logp.detach()).exp()
+        for advantage, logp in zip(advantages, logps, strict=True)
     ]
     expected = (
-        torch.stack([one.mean() for one in sums]).mean()
+        torch.stack([term.mean() for term in sums]).mean()
         if loss_type == "grpo"
         else torch.cat(sums).mean()
     )
-    assert [len(one) for one in logps] == [9, 2, 6, 3]
+    assert [len(logp) for logp in logps] == [9, 2, 6, 3]
     expected.backward()
     torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
-    for name, one in trainer.model.named_parameters():
-        torch.testing.assert_close(seen[name], one.grad, atol=1e-6, rtol=1e-5, msg=name)
-    assert max(float(one.abs().max()) for one in seen.values()) > 1e-3
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(seen[name], parameter.grad, atol=1e-6, rtol=1e-5, msg=name)
+    assert max(float(gradient.abs().max()) for gradient in seen.values()) > 1e-3
 
 
 def test_no_sequence_reads_another(model: Path, tmp_path: Path) -> None:
@@ -165,10 +171,10 @@ def test_no_sequence_reads_another(model: Path, tmp_path: Path) -> None:
         for of in ("ids", "mask")
     )
     with torch.no_grad():
-        told = trainer._get_per_token_logps_and_entropies(
+        logps = trainer._get_per_token_logps_and_entropies(
             trainer.model, ids, attended, mask.size(1)
         )[0]
-    assert float((told[0][mask[0].bool()] - expected[0]).abs().max()) > 1e-2, (
+    assert float((logps[0][mask[0].bool()] - expected[0]).abs().max()) > 1e-2, (
         "one sequence would be another"
     )
 
@@ -198,18 +204,18 @@ def paid(
     completions: tuple[Completion, ...], rewards: list[list[float | None]]
 ) -> tuple[Completion, ...]:
     """The completions, with rewards of the policy's turns."""
-    found = []
-    for one, given in zip(completions, rewards, strict=True):
-        left = list(given)
-        found.append(
+    rewarded = []
+    for played, turn_rewards in zip(completions, rewards, strict=True):
+        left = list(turn_rewards)
+        rewarded.append(
             replace(
-                one,
+                played,
                 turns=tuple(
-                    replace(t, reward=left.pop(0)) if t.by_policy else t for t in one.turns
+                    replace(t, reward=left.pop(0)) if t.by_policy else t for t in played.turns
                 ),
             )
         )
-    return tuple(found)
+    return tuple(rewarded)
 
 
 class Paid(Fixed):
@@ -249,19 +255,19 @@ def test_rewards_of_turns_are_beside_the_outcomes_advantage_at_their_own_tokens(
     loss = trainer._compute_loss(trainer.model, batch)
     loss.backward()
     seen = {
-        name: one.grad.clone()
-        for name, one in trainer.model.named_parameters()
-        if one.grad is not None
+        name: parameter.grad.clone()
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.grad is not None
     }
     trainer.model.zero_grad()
     logps = [torch.cat(of_one) for of_one in logprobs_alone(trainer.model)]
     terms = [
-        -advantage * (one - one.detach()).exp()
-        for advantage, one in zip(expected, logps, strict=True)
+        -advantage * (logp - logp.detach()).exp()
+        for advantage, logp in zip(expected, logps, strict=True)
     ]
     torch.cat(terms).mean().backward()
-    for name, one in trainer.model.named_parameters():
-        torch.testing.assert_close(seen[name], one.grad, atol=1e-6, rtol=1e-5, msg=name)
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(seen[name], parameter.grad, atol=1e-6, rtol=1e-5, msg=name)
 
 
 def test_rewards_at_the_last_turn_alone_are_the_groups_advantage(
@@ -282,7 +288,7 @@ def test_a_critic_reads_each_sequence_alone(model: Path, tmp_path: Path) -> None
         model,
         tmp_path,
         PPO,
-        given={"critic": CriticSettings(whiten=False)},
+        trainer_args={"critic": CriticSettings(whiten=False)},
         loss_type="dapo",
         beta=0.0,
     )
@@ -292,12 +298,12 @@ def test_a_critic_reads_each_sequence_alone(model: Path, tmp_path: Path) -> None
     mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
     for row, ours, sequences in zip(batch["old_values"], mask, ALONE, strict=True):
         alone = []
-        for prompt, tokens, own in sequences:
+        for prompt, tokens, by_policy in sequences:
             with torch.no_grad():
                 states = trainer.critic.backbone(
                     torch.tensor([[*prompt, *tokens]])
                 ).last_hidden_state[0]
                 values = trainer.critic.head(states).squeeze(-1)[len(prompt) - 1 : -1]
-            alone.append(values[torch.tensor(own).bool()])
+            alone.append(values[torch.tensor(by_policy).bool()])
         torch.testing.assert_close(row[ours], torch.cat(alone), atol=1e-5, rtol=0)
     assert float(batch["old_values"][mask].std()) > 0.1

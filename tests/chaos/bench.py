@@ -23,7 +23,7 @@ class Row:
     """One line of the scorecard: `passed` of `total`, and everything that failed, in words."""
 
     name: str
-    what: str
+    description: str
     passed: int
     total: int
     failures: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class Bench:
 
 def row_of(
     name: str,
-    what: str,
+    description: str,
     outcomes: Sequence[Outcome],
     *,
     good: Callable[[Outcome], bool] = is_good,
@@ -121,7 +121,7 @@ def row_of(
     landed = Counter(outcome.phase for outcome in outcomes if outcome.landed and outcome.phase)
     return Row(
         name=name,
-        what=what,
+        description=description,
         passed=len(outcomes) - len(failed),
         total=len(outcomes),
         failures=tuple(map(str, failed)),
@@ -149,17 +149,17 @@ def as_lines(tiers: Tiers, *, seed: int) -> list[str]:
         lines += [f"{tier}, seed {seed}", *(_line(row, width) for row in rows)]
         lines += _totals(rows)
         for row in rows:
-            shown = row.failures[:_SHOWN_FAILURES]
-            lines += [f"    {row.name}: {failure}" for failure in shown]
-            if len(row.failures) > len(shown):
+            failures = row.failures[:_SHOWN_FAILURES]
+            lines += [f"    {row.name}: {failure}" for failure in failures]
+            if len(row.failures) > len(failures):
                 lines.append(
-                    f"    {row.name}: and {len(row.failures) - len(shown)} more, in the JSON"
+                    f"    {row.name}: and {len(row.failures) - len(failures)} more, in the JSON"
                 )
     return lines
 
 
 def _line(row: Row, width: int) -> str:
-    return f"  {'ok  ' if row.passes else 'FAIL'} {row.name:<{width}}  {row.passed:>5}/{row.total:<5}  {row.what}"
+    return f"  {'ok  ' if row.passes else 'FAIL'} {row.name:<{width}}  {row.passed:>5}/{row.total:<5}  {row.description}"
 
 
 def _totals(rows: Sequence[Row]) -> list[str]:
@@ -183,11 +183,11 @@ def _totals(rows: Sequence[Row]) -> list[str]:
 
 def largest_differences(rows: Sequence[Row]) -> dict[str, float]:
     """Over all rows of trials, by name."""
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for row in rows:
         for name, value in row.worst.items():
-            found[name] = max(found.get(name, 0.0), value)
-    return found
+            largest[name] = max(largest.get(name, 0.0), value)
+    return largest
 
 
 def as_json(tiers: Tiers, *, seed: int, seconds: float) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def as_json(tiers: Tiers, *, seed: int, seconds: float) -> dict[str, Any]:
 def _row_json(row: Row) -> dict[str, Any]:
     return {
         "name": row.name,
-        "what": row.what,
+        "what": row.description,
         "passed": row.passed,
         "total": row.total,
         "passes": row.passes,

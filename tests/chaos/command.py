@@ -20,7 +20,7 @@ ENGINE_MODULE = "tests.chaos.scripted_engine"
 
 def engine_words(engine: Any, options: Mapping[str, str]) -> list[str]:
     """The scripted engine's command line, where vLLM's would be."""
-    own = [word for name, value in options.items() for word in (name, value)]
+    option_words = [word for name, value in options.items() for word in (name, value)]
     return [
         sys.executable,
         "-m",
@@ -29,7 +29,7 @@ def engine_words(engine: Any, options: Mapping[str, str]) -> list[str]:
         str(engine.model),
         "--uds",
         str(engine.socket),
-        *own,
+        *option_words,
     ]
 
 

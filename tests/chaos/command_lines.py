@@ -16,9 +16,9 @@ def command_words(more: str, place: Path) -> list[str]:
 
 def replaced(words: Sequence[str], more: Sequence[str]) -> list[str]:
     """Join two parts of a command line, the later of which replaces options of the earlier."""
-    kept, given = list(words), [word.partition("=")[0] for word in more]
+    kept, later_options = list(words), [word.partition("=")[0] for word in more]
     for option in ("--model", "--dataset", "--output"):
-        if option in kept and option in given:
+        if option in kept and option in later_options:
             del kept[kept.index(option) : kept.index(option) + 2]
     return [*kept, *more]
 

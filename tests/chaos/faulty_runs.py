@@ -44,7 +44,7 @@ class Outcome:
     """How a run with a fault ended, and what it had learned after its resume."""
 
     status: int
-    shown: str
+    output: str
     summary: dict[str, Any] | None
     failed_path: str
     """The file whose operation failed first; empty where none did."""
@@ -70,11 +70,11 @@ def try_fault(place: Path, fault: str) -> Outcome:
     words = ["grpo", "--model", str(place / "model"), "--dataset", DATASET]
     words += ["--reward", REWARD, "--engine", "transformers", "--steps", "6"]
     words += ["--output", str(folder.root)]
-    status, shown = _forked(words, place / "log")
+    status, output = _forked(words, place / "log")
     counters = struct.unpack_from("<7Q", data := state.read_bytes())
     outcome = Outcome(
         status,
-        shown,
+        output,
         json.loads(folder.summary.read_text()) if folder.summary.is_file() else None,
         data[60:].split(b"\0")[0].decode() if counters[-1] else "",
         dict(zip(KINDS, counters, strict=False)),

@@ -61,15 +61,15 @@ class Witness:
                 pids |= {
                     int(line) for line in (Path(place) / "cgroup.procs").read_text().split()
                 }
-        found = []
+        processes = []
         for pid in sorted(pids):
             with suppress(psutil.Error):
-                found.append(psutil.Process(pid))
-        return [process for process in found if is_alive(process)]
+                processes.append(psutil.Process(pid))
+        return [process for process in processes if is_alive(process)]
 
     def role(self, name: str) -> list[psutil.Process]:
         """Those of a role; `guardian` is one here."""
-        found = []
+        members = []
         for process in self.processes():
             with suppress(psutil.Error):
                 words = process.cmdline()
@@ -78,8 +78,8 @@ class Witness:
                     if name == "guardian"
                     else has_role(words, name)
                 ):
-                    found.append(process)
-        return found
+                    members.append(process)
+        return members
 
     def close(self) -> None:
         """SIGKILL what is left, and remove the group."""
@@ -180,8 +180,8 @@ from ycore.run.files import RunFolder
 
 folder = RunFolder(Path(sys.argv[1]))
 folder.logs.mkdir(parents=True)
-held = Claim(folder)
-with guarded(folder, held):
+claim = Claim(folder)
+with guarded(folder, claim):
     folder.shared_memory.mkdir()
     segment = multiprocessing.shared_memory.SharedMemory(create=True, size=4096)
     worker = ManagedProcess("trainer", [sys.executable, "-c", sys.argv[2], "-m", "ycore.trainer", str(folder.root)],
@@ -192,7 +192,7 @@ with guarded(folder, held):
     assert worker.exit_code is None, "the worker was ended"
     segment.close()
     segment.unlink()
-held.release()
+claim.release()
 """
 
 
@@ -228,9 +228,9 @@ class Twin:
             if not Path(path).exists()
         ]
         gone += [
-            f"process {one.pid} of the run under the same path"
-            for one in self._tree
-            if not is_alive(one)
+            f"process {process.pid} of the run under the same path"
+            for process in self._tree
+            if not is_alive(process)
         ]
         self.close()
         if self._process.returncode:

@@ -174,12 +174,14 @@ class Job:
             "engine.max_model_len": 64,
             "sampling.dynamic": "false",
         }
-        given = [str(word) for option, value in options.items() for word in (option, value)]
+        option_words = [
+            str(word) for option, value in options.items() for word in (option, value)
+        ]
         sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
         judge = ["--reward", f"judge:{self.inputs / 'judge.yaml'}"] if self.has_judge else []
         return [
             "grpo",
-            *given,
+            *option_words,
             *judge,
             *sets,
             *(self._world() if self.has_world else []),
@@ -191,10 +193,10 @@ class Job:
             self.inputs / "world.py",
             ("engine.max_model_len=512", "turns.at_once=4", "turns.call_s=30"),
         )
-        told = ["--tools", f"{file}:double", "--env", f"{file}:Walk", "--actions", "calls"]
-        told += ["--keep-journal"]  # each token and each answer of every round is compared
+        flags = ["--tools", f"{file}:double", "--env", f"{file}:Walk", "--actions", "calls"]
+        flags += ["--keep-journal"]  # each token and each answer of every round is compared
         return [
-            *told,
+            *flags,
             "--max-turns",
             "4",
             *(word for key in keys for word in ("--set", key)),

@@ -51,7 +51,9 @@ class Pace:
 
 def draw_moments(count: int, *, steps: int, seed: int, row: str) -> list[Moment]:
     """`count` moments of a row of the scorecard, dealt evenly over start, steps and end, in a random order."""
-    deals, shares = (random.Random(f"{what}/{seed}/{row}") for what in ("deals", "shares"))
+    deals, shares = (
+        random.Random(f"{purpose}/{seed}/{row}") for purpose in ("deals", "shares")
+    )
     places: list[int] = []
     while len(places) < count:
         deal = list(range(steps + 1))

@@ -69,10 +69,10 @@ def copy_package(folder: Path, patches: Sequence[Patch] = ()) -> Path:
 
 
 def _source(name: str) -> Path:
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
         raise RunError(f"the package {name} is not found; run this from the repository root")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 _RESTORE = "ycore/trl/base.py"

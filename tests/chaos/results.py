@@ -64,8 +64,8 @@ class Difference:
         return not self.notes and all(value == 0 for value in self.largest.values())
 
     def __str__(self) -> str:
-        shown = [f"{name} {value:.3g}" for name, value in self.largest.items() if value != 0]
-        return ", ".join([*self.notes, *shown]) or "none"
+        figures = [f"{name} {value:.3g}" for name, value in self.largest.items() if value != 0]
+        return ", ".join([*self.notes, *figures]) or "none"
 
 
 SAME = Difference()
@@ -93,12 +93,12 @@ def _written(round_: Mapping[str, Any]) -> list[Any]:
             group["draw"]["token_ids"],
             *(
                 [
-                    one["token_ids"],
-                    one["logprobs"],
-                    [turn["messages"] for turn in one["turns"]],
-                    one["earned"],
+                    completion["token_ids"],
+                    completion["logprobs"],
+                    [turn["messages"] for turn in completion["turns"]],
+                    completion["earned"],
                 ]
-                for one in group["completions"]
+                for completion in group["completions"]
             ),
         ]
         for group in sorted(round_["groups"], key=_position)
@@ -121,8 +121,8 @@ def compare(expected: Result, seen: Result) -> Difference:
     ):
         notes.append(f"the journal has no round of steps {gone}")
     both = sorted(expected.written.keys() & seen.written.keys())
-    if others := [step for step in both if expected.written[step] != seen.written[step]]:
-        notes.append(f"what was written for steps {others} differs")
+    if differing := [step for step in both if expected.written[step] != seen.written[step]]:
+        notes.append(f"what was written for steps {differing} differs")
     if expected.samples != seen.samples:
         notes.append("samples.json differs")
     return Difference(largest, tuple(notes))
@@ -145,11 +145,11 @@ def compare_steps(before: Result, after: Result) -> Difference:
 
 def worst(differences: Iterable[Difference]) -> dict[str, float]:
     """The largest of several, by name."""
-    found: dict[str, float] = dict.fromkeys((*COMPARED, WEIGHTS), 0.0)
+    largest: dict[str, float] = dict.fromkeys((*COMPARED, WEIGHTS), 0.0)
     for difference in differences:
         for name, value in difference.largest.items():
-            found[name] = max(found.get(name, 0.0), value)
-    return found
+            largest[name] = max(largest.get(name, 0.0), value)
+    return largest
 
 
 def is_lively(result: Result) -> str | None:
@@ -169,8 +169,10 @@ def _is_gapless(result: Result) -> bool:
 
 
 def _steps_note(expected: Result, seen: Result) -> list[str]:
-    there, here = ([row.get("step") for row in result.rows] for result in (expected, seen))
-    return [] if there == here else [f"steps {here} for {there}"]
+    expected_steps, seen_steps = (
+        [row.get("step") for row in result.rows] for result in (expected, seen)
+    )
+    return [] if expected_steps == seen_steps else [f"steps {seen_steps} for {expected_steps}"]
 
 
 def _column(result: Result, name: str) -> list[float]:
@@ -181,42 +183,48 @@ def _largest(expected: Sequence[float], seen: Sequence[float]) -> float:
     if len(expected) != len(seen):
         return _INFINITE
     return max(
-        (_apart(one, other) for one, other in zip(expected, seen, strict=True)), default=0.0
+        (_apart(first, second) for first, second in zip(expected, seen, strict=True)),
+        default=0.0,
     )
 
 
-def _apart(one: float, other: float) -> float:
-    if math.isnan(one) or math.isnan(other):
-        return 0.0 if math.isnan(one) and math.isnan(other) else _INFINITE
-    return abs(one - other)
+def _apart(expected: float, seen: float) -> float:
+    if math.isnan(expected) or math.isnan(seen):
+        return 0.0 if math.isnan(expected) and math.isnan(seen) else _INFINITE
+    return abs(expected - seen)
 
 
 def _differences(expected: Result, seen: Result) -> dict[str, float]:
-    found = {}
+    largest = {}
     for name in COMPARED:
-        one, other = _column(expected, name), _column(seen, name)
-        if name in _WHERE_TOLD and len(one) == len(other):
+        expected_column, seen_column = _column(expected, name), _column(seen, name)
+        if name in _WHERE_TOLD and len(expected_column) == len(seen_column):
             known = [
-                pair for pair in zip(one, other, strict=True) if not any(map(math.isnan, pair))
+                pair
+                for pair in zip(expected_column, seen_column, strict=True)
+                if not any(map(math.isnan, pair))
             ]
-            one, other = [first for first, _ in known], [second for _, second in known]
-        found[name] = _largest(one, other)
-    return found
+            expected_column, seen_column = (
+                [first for first, _ in known],
+                [second for _, second in known],
+            )
+        largest[name] = _largest(expected_column, seen_column)
+    return largest
 
 
 def _weights(expected: Mapping[str, Any], seen: Mapping[str, Any]) -> float:
     if expected.keys() != seen.keys():
         return _INFINITE
     pairs = ((expected[name], seen[name]) for name in expected)
-    return max((_tensor(one, other) for one, other in pairs), default=0.0)
+    return max((_tensor(first, second) for first, second in pairs), default=0.0)
 
 
-def _tensor(one: Any, other: Any) -> float:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _tensor(expected: Any, seen: Any) -> float:
+    if expected.shape != seen.shape or expected.dtype != seen.dtype:
         return _INFINITE
-    if np.array_equal(one, other):
+    if np.array_equal(expected, seen):
         return 0.0
-    return float(np.max(np.abs(one.astype(np.float64) - other.astype(np.float64))))
+    return float(np.max(np.abs(expected.astype(np.float64) - seen.astype(np.float64))))
 
 
 Rounds = Sequence[Mapping[str, Any]]
@@ -268,7 +276,9 @@ def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
         lost = []  # too old to be trained on, and counted
     problems = {"lost": lost, "taken twice": twice, "never drawn": unknown}
     return [
-        f"prompts {what}, at positions {places}" for what, places in problems.items() if places
+        f"prompts {problem}, at positions {places}"
+        for problem, places in problems.items()
+        if places
     ]
 
 
@@ -294,18 +304,18 @@ _PREFIX = "checkpoint-"
 
 def published(checkpoints: Path) -> list[Path]:
     """Everything that has a checkpoint's name, oldest first."""
-    found = [
+    paths = [
         path
         for path in checkpoints.glob(f"{_PREFIX}*")
         if path.name.removeprefix(_PREFIX).isdigit()
     ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+    return sorted(paths, key=lambda path: int(path.name.removeprefix(_PREFIX)))
 
 
 def newest_problem(checkpoints: Path) -> str | None:
     """What is wrong with the newest checkpoint; None where all is right, or there is none yet."""
-    found = published(checkpoints)
-    return problem_of(found[-1]) if found else None
+    paths = published(checkpoints)
+    return problem_of(paths[-1]) if paths else None
 
 
 def problem_of(checkpoint: Path) -> str | None:

@@ -51,8 +51,8 @@ KINDS: Mapping[str, Mapping[str, float]] = {
 def calls_row(bench: Bench) -> Row:
     """Shares of the calls go wrong; the result, by itself or after one resume, is that of the undisturbed run."""
     oracle = bench.oracle()
-    each = max(1, bench.count // 6)
-    cases = [(kind, bench.seed * 1000 + number) for kind in KINDS for number in range(each)]
+    per_kind = max(1, bench.count // 6)
+    cases = [(kind, bench.seed * 1000 + number) for kind in KINDS for number in range(per_kind)]
     outcomes = bench.all(lambda case: calls_trial(oracle, bench.setting, *case), cases)
     return row_of("calls", "calls dropped, answered late or with status 500", outcomes)
 
@@ -125,13 +125,13 @@ def account_row(bench: Bench) -> Row:
         row="account",
     )
 
-    def one(case: tuple[int, Moment]) -> Outcome:
+    def run_case(case: tuple[int, Moment]) -> Outcome:
         number, moment = case
         before, after = RANKS[number % len(RANKS)]
         attempt = partial(account_trial, oracle, bench.setting, before=before, after=after)
         return until_it_lands(attempt, f"account-{number}-{before}-to-{after}", moment)
 
-    outcomes = bench.all(one, list(enumerate(moments)))
+    outcomes = bench.all(run_case, list(enumerate(moments)))
     return row_of("account", "kill -9, other ranks: no prompt is lost or taken twice", outcomes)
 
 
@@ -147,14 +147,14 @@ def carried_row(bench: Bench, name: str, option: Sequence[str], ranks: Sequence[
     )
     slow = replace(oracle, job=replace(oracle.job, more=(*oracle.job.more, *option)))
 
-    def one(case: tuple[int, Moment]) -> Outcome:
+    def run_case(case: tuple[int, Moment]) -> Outcome:
         number, moment = case
         before, after = ranks[number % len(ranks)]
         attempt = partial(account_trial, slow, setting, before=before, after=after)
         outcome = until_it_lands(attempt, f"{name}-{number}", moment)
         return refuse_idle(outcome, setting)
 
-    outcomes = bench.all(one, list(enumerate(moments)))
+    outcomes = bench.all(run_case, list(enumerate(moments)))
     return row_of(
         name,
         "kill -9 where completions take several rounds: none is lost or taken twice",

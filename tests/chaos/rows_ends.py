@@ -74,15 +74,17 @@ def killed(*roles: str, then: Deed | None = None) -> Deed:
     """SIGKILL of a process of each role, as soon as all are there, and then something else."""
 
     def deed(run: Run, witness: Witness) -> bool:
-        found: list[psutil.Process] = []
+        processes: list[psutil.Process] = []
 
         def are_there() -> bool:
-            found[:] = [process for role in roles for process in _of(run, witness, role)[:1]]
-            return len(found) == len(roles)
+            processes[:] = [
+                process for role in roles for process in _of(run, witness, role)[:1]
+            ]
+            return len(processes) == len(roles)
 
         if not run.wait_for(are_there, timeout_s=_COMES_WITHIN_S, every_s=0.05):
             return False
-        for process in found:
+        for process in processes:
             process.kill()
         if then is None:
             return True
@@ -206,8 +208,8 @@ def ends_row(bench: Bench) -> Row:
     )
     touched = sum(
         "foreign" in note or "same path" in note
-        for one in outcomes
-        for note in one.difference.notes
+        for outcome in outcomes
+        for note in outcome.difference.notes
     )
     return replace(
         row,
@@ -299,8 +301,8 @@ def _do(run: Run, witness: Witness, case: Case, foreign: Foreign) -> bool:
 
 def _run_next(setting: Setting, words: list[str], output: Path, witness: Witness) -> list[str]:
     """The same folder's next run, ended as soon as it is guarded, in the same witness's group; what went wrong."""
-    told = [*words, "--resume"] if (output / "run.json").is_file() else words
-    run = Run(setting, told, output)
+    next_words = [*words, "--resume"] if (output / "run.json").is_file() else words
+    run = Run(setting, next_words, output)
     witness.add(run.process.pid)
     try:
         run.wait_for(

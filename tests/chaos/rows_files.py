@@ -112,7 +112,7 @@ def damaged_row(bench: Bench) -> Row:
     oracle = bench.oracle()
     base = stopped_run(oracle, bench.setting, "stopped", after=bench.job.steps - 2)
     files = sorted(path.name for path in published(base / "checkpoints")[-1].iterdir())
-    cases = [(file, how) for file in files for how in DAMAGES]
+    cases = [(file, damage) for file in files for damage in DAMAGES]
     if bench.count < _FULL:
         cases = random.Random(f"damage/{bench.seed}").sample(
             cases, min(len(cases), bench.count)
@@ -128,12 +128,12 @@ def damaged_row(bench: Bench) -> Row:
 
 
 def damage_checkpoint(
-    oracle: Oracle, setting: Setting, base: Path, file: str, how: str
+    oracle: Oracle, setting: Setting, base: Path, file: str, damage: str
 ) -> Outcome:
     """One damage in a copy of a stopped run; a note where the run does not say what it passed over."""
-    output = _copy(base, setting.place / f"{how}-{file}")
+    output = _copy(base, setting.place / f"{damage}-{file}")
     newest = published(output / "checkpoints")[-1]
-    DAMAGES[how](newest / file)
+    DAMAGES[damage](newest / file)
     going = go_on(oracle, setting, output)
     notes = (
         ()
@@ -150,8 +150,10 @@ def damaged_round_row(bench: Bench) -> Row:
     """The newest committed round, damaged: refused and named; removed, it is made again."""
     oracle = bench.oracle()
     base = stopped_run(oracle, bench.setting, "stopped-with-rounds", after=bench.job.steps - 2)
-    cases = [how for how in DAMAGES if how != "deleted"]
-    outcomes = bench.all(lambda how: damage_round(oracle, bench.setting, base, how), cases)
+    cases = [damage for damage in DAMAGES if damage != "deleted"]
+    outcomes = bench.all(
+        lambda damage: damage_round(oracle, bench.setting, base, damage), cases
+    )
     return row_of(
         "damaged-round",
         "a committed round damaged: refused by name; without it, equal",
@@ -159,10 +161,10 @@ def damaged_round_row(bench: Bench) -> Row:
     )
 
 
-def damage_round(oracle: Oracle, setting: Setting, base: Path, how: str) -> Outcome:
-    output = _copy(base, setting.place / f"{how}-round-of-{base.name}")
+def damage_round(oracle: Oracle, setting: Setting, base: Path, damage: str) -> Outcome:
+    output = _copy(base, setting.place / f"{damage}-round-of-{base.name}")
     newest = sorted((output / "journal").glob("round-*"))[-1]
-    DAMAGES[how](newest)
+    DAMAGES[damage](newest)
     refused = go_on(oracle, setting, output)
     if refused.status == 0:
         difference = replace(
@@ -193,7 +195,7 @@ def resume_row(bench: Bench) -> Row:
         (step, replays) for step in steps if step < kept.steps for replays in (True, False)
     ]
 
-    def one(case: tuple[int, bool]) -> Outcome:
+    def run_case(case: tuple[int, bool]) -> Outcome:
         step, replays = case
         output = _copy(
             whole.root, bench.place / f"from-{step}-{'replayed' if replays else 'anew'}"
@@ -215,7 +217,7 @@ def resume_row(bench: Bench) -> Row:
     return row_of(
         "resume-every",
         "resume from every checkpoint, rounds replayed and made anew",
-        bench.all(one, cases),
+        bench.all(run_case, cases),
     )
 
 
@@ -223,13 +225,13 @@ def flush_row(bench: Bench) -> Row:
     """Of all runs so far: every round and every checkpoint was flushed before it got its name."""
     log = Path(bench.setting.environment[FLUSHES_VARIABLE])
     bench.oracle()
-    num_flushed, others = read_flushes(log)
+    num_flushed, unflushed = read_flushes(log)
     return Row(
         "flushes",
         "rounds and checkpoints flushed before their rename",
         num_flushed,
-        num_flushed + len(others),
-        failures=tuple(others),
+        num_flushed + len(unflushed),
+        failures=tuple(unflushed),
     )
 
 
@@ -307,7 +309,7 @@ def in_place_row(bench: Bench) -> Row:
     broken = row.total - row.passed
     return replace(
         row,
-        what=f"{row.what}: must be found broken",
+        description=f"{row.description}: must be found broken",
         passed=broken,
         wants_all=False,
         failures=() if broken else ("not one checkpoint was broken: the kills miss the saves",),
@@ -336,7 +338,7 @@ def _oracle(bench: Bench) -> Oracle:
     )
 
 
-def _row(bench: Bench, chains: Sequence[_Chain], name: str, what: str) -> Row:
+def _row(bench: Bench, chains: Sequence[_Chain], name: str, description: str) -> Row:
     chained = list(bench.pool.map(lambda chain: _follow(chain, bench), chains))
     outcomes = [outcome for outcomes in chained for outcome in outcomes]
     wants_landing = any(chain.is_resumed for chain in chains)
@@ -348,7 +350,7 @@ def _row(bench: Bench, chains: Sequence[_Chain], name: str, what: str) -> Row:
             and (outcome.landed or not wants_landing)
         )
 
-    return row_of(name, what, outcomes, good=is_good)
+    return row_of(name, description, outcomes, good=is_good)
 
 
 def _follow(chain: _Chain, bench: Bench) -> list[Outcome]:
@@ -390,8 +392,10 @@ def _kill_in_save(
 ) -> Outcome:
     """Start or go on, and kill the trainer while it saves this step or, if that was too late, one after it."""
     name, limit_s = f"{chain.name}-save-{step}", chain.oracle.limit_s
-    there = [int(path.name.rpartition("-")[2]) for path in published(output / "checkpoints")]
-    step = min(max(step, max(there, default=0) + 1), chain.oracle.job.steps)
+    saved_steps = [
+        int(path.name.rpartition("-")[2]) for path in published(output / "checkpoints")
+    ]
+    step = min(max(step, max(saved_steps, default=0) + 1), chain.oracle.job.steps)
     run = Run(chain.setting, resume_words(chain.oracle.job, output), output)
     try:
         run.wait_for(

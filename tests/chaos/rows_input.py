@@ -68,13 +68,15 @@ def made_up_row(bench: Bench) -> Row:
     )
 
 
-def _row(name: str, what: str, cases: Sequence[str], problems: Sequence[str | None]) -> Row:
+def _row(
+    name: str, description: str, cases: Sequence[str], problems: Sequence[str | None]
+) -> Row:
     failures = tuple(
         f"{case or '(nothing more)'}: {problem}"
         for case, problem in zip(cases, problems, strict=True)
         if problem
     )
-    return Row(name, what, len(cases) - len(failures), len(cases), failures=failures)
+    return Row(name, description, len(cases) - len(failures), len(cases), failures=failures)
 
 
 def _problem_of_bad(setting: Setting, place: Path, more: str, words: str) -> str | None:

@@ -59,30 +59,32 @@ def kill_row(bench: Bench, role: str) -> Row:
     name = f"kill-{role}"
     moments = draw_moments(bench.count, steps=bench.job.steps, seed=bench.seed, row=name)
 
-    def one(item: tuple[int, Moment]) -> Outcome:
-        number, moment = item
+    def run_case(case: tuple[int, Moment]) -> Outcome:
+        number, moment = case
         return until_it_lands(
             lambda name, at: trial(name, oracle, at, kill(role)), f"{name}-{number}", moment
         )
 
-    outcomes = bench.all(one, list(enumerate(moments)))
+    outcomes = bench.all(run_case, list(enumerate(moments)))
     return row_of(name, f"kill -9 of the {role} at a random moment", outcomes)
 
 
 def allocator_row(bench: Bench) -> Row:
     """SIGKILL of the process that decides for the slots that two ranks share."""
-    what = f"kill -9 of the allocator of {_RANKS} ranks"
-    return _ranked(bench, f"kill-{ALLOCATOR}", what, lambda number: kill(ALLOCATOR), least=2)
+    description = f"kill -9 of the allocator of {_RANKS} ranks"
+    return _ranked(
+        bench, f"kill-{ALLOCATOR}", description, lambda number: kill(ALLOCATOR), least=2
+    )
 
 
 def rank_row(bench: Bench) -> Row:
     """SIGKILL of accelerate's launcher or of a rank, in turn, where the trainer has two ranks."""
-    what = f"kill -9 of accelerate or of one of {_RANKS} ranks"
+    description = f"kill -9 of accelerate or of one of {_RANKS} ranks"
 
     def one_of(number: int) -> Deed:
         return kill("trainer", which=number % _RANKED)
 
-    return _ranked(bench, f"kill-{RANK}", what, one_of, least=_RANKED, more=_CURRICULUM)
+    return _ranked(bench, f"kill-{RANK}", description, one_of, least=_RANKED, more=_CURRICULUM)
 
 
 def ahead_row(bench: Bench) -> Row:
@@ -94,8 +96,8 @@ def ahead_row(bench: Bench) -> Row:
         max(len(roles), bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name
     )
 
-    def one(item: tuple[int, Moment]) -> Outcome:
-        number, moment = item
+    def run_case(case: tuple[int, Moment]) -> Outcome:
+        number, moment = case
         deed = kill(roles[number % len(roles)])
         return until_it_lands(
             lambda name, at: trial(name, oracle, at, deed), f"{name}-{number}", moment
@@ -104,7 +106,7 @@ def ahead_row(bench: Bench) -> Row:
     return row_of(
         name,
         "kill -9 where rounds are one step ahead",
-        bench.all(one, list(enumerate(moments))),
+        bench.all(run_case, list(enumerate(moments))),
     )
 
 
@@ -118,11 +120,11 @@ def interrupt_row(bench: Bench) -> Row:
     def good(outcome: Outcome) -> bool:
         return is_good(outcome) and (outcome.exits[0] == INTERRUPTED or outcome.had_finished)
 
-    what = f"Ctrl-C of {_RANKS} ranks and a judge"
+    description = f"Ctrl-C of {_RANKS} ranks and a judge"
     return _ranked(
         bench,
         "ctrl-c-ranks",
-        what,
+        description,
         lambda number: interrupt,
         least=2,
         has_judge=True,
@@ -133,7 +135,7 @@ def interrupt_row(bench: Bench) -> Row:
 def _ranked(
     bench: Bench,
     name: str,
-    what: str,
+    description: str,
     deed_of: Callable[[int], Deed],
     *,
     least: int,
@@ -150,16 +152,16 @@ def _ranked(
         max(least, bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name
     )
 
-    def one(item: tuple[int, Moment]) -> Outcome:
-        number, moment = item
+    def run_case(case: tuple[int, Moment]) -> Outcome:
+        number, moment = case
         return until_it_lands(
             lambda name, at: trial(name, oracle, at, deed_of(number)),
             f"{name}-{number}",
             moment,
         )
 
-    outcomes = bench.all(one, list(enumerate(moments)), good=good)
-    return row_of(name, what, outcomes, good=good)
+    outcomes = bench.all(run_case, list(enumerate(moments)), good=good)
+    return row_of(name, description, outcomes, good=good)
 
 
 def stop_row(bench: Bench, role: str) -> Row:
@@ -182,8 +184,8 @@ def stop_row(bench: Bench, role: str) -> Row:
         for number, moment in enumerate(moments)
     ]
 
-    def one(item: tuple[int, Moment]) -> Outcome:
-        number, moment = item
+    def run_case(case: tuple[int, Moment]) -> Outcome:
+        number, moment = case
         for_good = number % 2 == 1 and role != "launcher"
         deed = kill(role, signal.SIGSTOP) if for_good else pause(role)
         trial_name = f"{name}-{number}{'-for-good' if for_good else ''}"
@@ -194,7 +196,7 @@ def stop_row(bench: Bench, role: str) -> Row:
     return row_of(
         name,
         f"SIGSTOP of the {role}: for {_SHORT_S:.0f} s, or for good",
-        bench.all(one, numbered),
+        bench.all(run_case, numbered),
     )
 
 
@@ -304,11 +306,11 @@ ENDS: Mapping[str, tuple[End, tuple[int, ...]]] = {
 def exits_row(bench: Bench) -> Row:
     """Processes, sockets, shared memory, temporary files: nothing."""
     bench.oracle()
-    each = max(1, bench.count // 3)
+    per_kind = max(1, bench.count // 3)
     moments = draw_moments(
-        each * len(ENDS), steps=bench.job.steps - 1, seed=bench.seed, row="exits"
+        per_kind * len(ENDS), steps=bench.job.steps - 1, seed=bench.seed, row="exits"
     )
-    kinds = [kind for kind in ENDS for _ in range(each)]
+    kinds = [kind for kind in ENDS for _ in range(per_kind)]
     cases = [
         (number, kind, moment)
         for number, (kind, moment) in enumerate(zip(kinds, moments, strict=True))

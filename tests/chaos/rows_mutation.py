@@ -39,7 +39,7 @@ def _killed_trainer(suspect: Suspect) -> str | None:
     """In the middle of a round behind a checkpoint, and in the training behind that."""
     for share in (0.3, 0.9):
         moment = Moment(suspect.steps - 3, share)
-        found = _guilt(
+        guilt = _guilt(
             trial(
                 f"trainer-{share}",
                 suspect.oracle,
@@ -48,8 +48,8 @@ def _killed_trainer(suspect: Suspect) -> str | None:
                 setting=suspect.setting,
             )
         )
-        if found:
-            return found
+        if guilt:
+            return guilt
     return None
 
 
@@ -61,18 +61,18 @@ def _killed_launcher(suspect: Suspect) -> str | None:
 
 
 def _flushes(suspect: Suspect) -> str | None:
-    _, others = read_flushes(Path(suspect.setting.environment[FLUSHES_VARIABLE]))
-    return others[0] if others else None
+    _, unflushed = read_flushes(Path(suspect.setting.environment[FLUSHES_VARIABLE]))
+    return unflushed[0] if unflushed else None
 
 
 def _damaged(suspect: Suspect) -> str | None:
     base = stopped_run(suspect.oracle, suspect.setting, "stopped", after=suspect.steps - 2)
     for file in ("adapter_model.safetensors", "optimizer.pt"):
-        found = _guilt(
+        guilt = _guilt(
             damage_checkpoint(suspect.oracle, suspect.setting, base, file, "flipped")
         )
-        if found:
-            return found
+        if guilt:
+            return guilt
     return _guilt(damage_round(suspect.oracle, suspect.setting, base, "flipped"))
 
 
@@ -97,11 +97,11 @@ def _stale(suspect: Suspect) -> str | None:
 def _account(suspect: Suspect) -> str | None:
     for steps in (3, 5):
         moment = Moment(suspect.steps - steps, 0.3)
-        found = _guilt(
+        guilt = _guilt(
             account_trial(suspect.oracle, suspect.setting, f"account-{steps}", moment)
         )
-        if found:
-            return found
+        if guilt:
+            return guilt
     return None
 
 
@@ -125,14 +125,14 @@ def mutation_row(bench: Bench) -> Row:
     found_by = list(bench.pool.map(lambda suspect: _examine(bench, suspect), suspects))
     guilty, caught = (
         found_by[0],
-        {patch.name: found for patch, found in zip(MUTATIONS, found_by[1:], strict=True)},
+        {patch.name: guilt for patch, guilt in zip(MUTATIONS, found_by[1:], strict=True)},
     )
-    missed = [f"{name}: not noticed" for name, found in caught.items() if found is None]
+    missed = [f"{name}: not noticed" for name, guilt in caught.items() if guilt is None]
     accused = [f"the package without a defect: {guilty}"] if guilty else []
     return Row(
         "mutations",
         "seeded defects that the scorecard's own comparisons find",
-        0 if guilty else sum(found is not None for found in caught.values()),
+        0 if guilty else sum(guilt is not None for guilt in caught.values()),
         len(MUTATIONS),
         failures=(*accused, *missed),
         more={"found_by": caught, "seconds": round(time.monotonic() - began)},
@@ -157,14 +157,14 @@ def _examine(bench: Bench, suspect: Suspect) -> str | None:
     """By what it was found guilty; None where nothing was found."""
     for test, look in BATTERY.items():
         try:
-            found = look(suspect)
+            guilt = look(suspect)
         except (
             RunError
         ) as error:  # a run that the battery needs could not be made with this package
-            found = str(error)
-        if found:
-            bench.say(f"  {suspect.name}: found by {test}: {found}")
-            return f"{test}: {found}"
+            guilt = str(error)
+        if guilt:
+            bench.say(f"  {suspect.name}: found by {test}: {guilt}")
+            return f"{test}: {guilt}"
     bench.say(f"  {suspect.name}: nothing found")
     return None
 

@@ -54,14 +54,14 @@ def stream_faults_row(bench: Bench) -> Row:
                 outcome = refuse_idle(outcome, setting)
         return replace(outcome, seconds=time.monotonic() - began)
 
-    def one(case: tuple[int, Moment]) -> Outcome:
+    def run_case(case: tuple[int, Moment]) -> Outcome:
         number, moment = case
         kind = kinds[number % len(kinds)]
         trial_name = f"{name}-{number}-{kind.replace(' ', '-')}"
         moment = replace(moment, steps=max(1, moment.steps))
         return until_it_lands(partial(attempt, kind=kind), trial_name, moment)
 
-    outcomes = bench.all(one, list(enumerate(moments)))
+    outcomes = bench.all(run_case, list(enumerate(moments)))
     return row_of(name, "engine, trainer, launcher or disk fails in a stream", outcomes)
 
 

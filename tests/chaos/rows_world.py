@@ -35,12 +35,14 @@ def world_oracle(bench: Bench) -> Oracle:
     job = replace(bench.job, has_world=True)
     oracle = replace(bench, job=job, setting=replace(bench.setting, scripted=scripted)).oracle()
     turns = [
-        one[2]
+        completion[2]
         for round_ in oracle.result.written.values()
         for _, _, *group in round_
-        for one in group
+        for completion in group
     ]
-    if max(map(len, turns)) < 5 or not any(len(one) < 2 for one in turns):
+    if max(map(len, turns)) < 5 or not any(
+        len(completion_turns) < 2 for completion_turns in turns
+    ):
         raise RunError(
             f"equality with the whole run would prove nothing: {sorted(map(len, turns))} turns"
         )
@@ -89,8 +91,12 @@ def _stop_tools(run: Run) -> bool:
     """SIGSTOP, and never SIGCONT, to the process groups of all tools and environments, at the next call."""
     if not run.wait_for(lambda: bool(run.role("tool")), timeout_s=60.0):
         return False
-    own = {os.getpgid(one.pid) for role in ("launcher", "trainer") for one in run.role(role)}
-    groups = {os.getpgid(one.pid) for one in run.role("tool")} - own
+    run_groups = {
+        os.getpgid(process.pid)
+        for role in ("launcher", "trainer")
+        for process in run.role(role)
+    }
+    groups = {os.getpgid(process.pid) for process in run.role("tool")} - run_groups
     log = run.folder.log("tools")
     before = _num_calls(log)
     if not run.wait_for(lambda: _num_calls(log) > before, timeout_s=60.0):
@@ -121,8 +127,8 @@ def disk_world_row(bench: Bench) -> Row:
         max(2, bench.count // 3), steps=bench.job.steps - 1, seed=bench.seed, row=name
     )
 
-    def one(item: tuple[int, Moment]) -> Outcome:
-        number, moment = item
+    def run_case(case: tuple[int, Moment]) -> Outcome:
+        number, moment = case
         leave = random.Random(f"{bench.seed}/{name}/{number}").randint(0, _MOST_LEFT)
 
         def attempt(name: str, at: Moment) -> Outcome:
@@ -131,14 +137,14 @@ def disk_world_row(bench: Bench) -> Row:
 
         return until_it_lands(attempt, f"{name}-{number}", moment)
 
-    outcomes = bench.all(one, list(enumerate(moments)))
+    outcomes = bench.all(run_case, list(enumerate(moments)))
     return row_of(
         name, "a disk that is full at a random moment, with a tool and an environment", outcomes
     )
 
 
 def _row(
-    bench: Bench, name: str, what: str, deeds: Mapping[str, Deed], *, stops: bool = False
+    bench: Bench, name: str, description: str, deeds: Mapping[str, Deed], *, stops: bool = False
 ) -> Row:
     """The deeds in turn, after the start where they are to be noticed by what goes on."""
     oracle = world_oracle(bench)
@@ -160,15 +166,15 @@ def _row(
             outcome, landed=outcome.landed and _was_told(oracle.setting.place / name)
         )
 
-    def one(item: tuple[int, Moment]) -> Outcome:
-        number, moment = item
+    def run_case(case: tuple[int, Moment]) -> Outcome:
+        number, moment = case
         kind = list(deeds)[number % len(deeds)]
         moment = replace(moment, steps=max(1, moment.steps)) if stops else moment
         return until_it_lands(
             lambda name, at: attempt(name, at, kind), f"{name}-{number}-{kind}", moment
         )
 
-    return row_of(name, what, bench.all(one, list(enumerate(moments))))
+    return row_of(name, description, bench.all(run_case, list(enumerate(moments))))
 
 
 def fills(disk: Path, *, leave: int) -> Deed:

@@ -177,25 +177,27 @@ class Run:
         return count_rows(self.folder.metrics)
 
     def wait_for(
-        self, what: Callable[[], bool], *, timeout_s: float, every_s: float = _POLL_S
+        self, condition: Callable[[], bool], *, timeout_s: float, every_s: float = _POLL_S
     ) -> bool:
         """Whether it came true while the run was alive."""
         self._look_until(
-            lambda: what() or self.exit_code is not None, timeout_s=timeout_s, every_s=every_s
+            lambda: condition() or self.exit_code is not None,
+            timeout_s=timeout_s,
+            every_s=every_s,
         )
-        return what()
+        return condition()
 
     def _look_until(
-        self, what: Callable[[], bool], *, timeout_s: float, every_s: float
+        self, condition: Callable[[], bool], *, timeout_s: float, every_s: float
     ) -> None:
         deadline = time.monotonic() + timeout_s
-        while not what() and time.monotonic() < deadline:
+        while not condition() and time.monotonic() < deadline:
             if self._stop.wait(every_s):
                 raise Interrupted("the scorecard was stopped")
 
     def members(self) -> list[psutil.Process]:
         """The run's living processes besides the launcher: those that carry its marker, and its guardian."""
-        found = []
+        processes = []
         guards = ["ycore.launch.guardian", str(self.folder.root.resolve())]
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -206,16 +208,16 @@ class Run:
                     and _sees_our_files(process.pid)
                 )
                 if (mark == self.folder.run_id or is_guardian) and is_alive(process):
-                    found.append(process)
-        self.seen |= {process.pid: process for process in found}
-        return found
+                    processes.append(process)
+        self.seen |= {process.pid: process for process in processes}
+        return processes
 
     def role(self, name: str) -> list[psutil.Process]:
         """The living processes of a role, by their process ids."""
         if name == "launcher":
             return [psutil.Process(self.process.pid)] if self.exit_code is None else []
-        found = [process for process in self.members() if has_role(_words(process), name)]
-        return sorted(found, key=lambda process: int(process.pid))
+        processes = [process for process in self.members() if has_role(_words(process), name)]
+        return sorted(processes, key=lambda process: int(process.pid))
 
     def send(
         self, role: str, number: signal.Signals, *, which: int = 0, timeout_s: float = 60.0
@@ -252,7 +254,7 @@ class Run:
         self.process.wait()
         deadline = time.monotonic() + _GUARDIAN_WITHIN_S
         while (
-            any("ycore.launch.guardian" in _words(one) for one in self.members())
+            any("ycore.launch.guardian" in _words(process) for process in self.members())
             and time.monotonic() < deadline
         ):
             time.sleep(0.1)
@@ -273,11 +275,11 @@ def _sees_our_files(pid: int) -> bool:
 def leftovers(run: Run, *, within_s: float = 10.0) -> list[str]:
     """Processes, sockets, shared memory and temporary files that an ended run still has after `within_s` seconds."""
     deadline = time.monotonic() + within_s
-    while found := _left(run):
+    while remaining := _left(run):
         if time.monotonic() > deadline:
             break
         time.sleep(0.1)
-    return found
+    return remaining
 
 
 def let_end(run: Run, *, timeout_s: float) -> tuple[int | None, tuple[str, ...]]:

@@ -173,8 +173,8 @@ class ScriptedEngine:
     def read_back(self) -> list[tuple[str, int, int, int, int, int]]:
         """What it holds, as `PolicyWorker.load_policy` answers it."""
         return [
-            (name, 0, 0, held.width, held.rows, held.columns)
-            for name, held in self.weights.items()
+            (name, 0, 0, sums.width, sums.rows, sums.columns)
+            for name, sums in self.weights.items()
         ]
 
     def sleep(self, level: int) -> None:
@@ -236,7 +236,10 @@ def _tensor(dtype: str, shape: Sequence[int], body: bytes) -> Tensor:
 
 
 def _hash(sums: Iterable[int], base: int) -> int:
-    return sum(one * pow(base, place, 2**64) for place, one in enumerate(sums, 1)) % 2**64
+    return (
+        sum(tensor_sum * pow(base, place, 2**64) for place, tensor_sum in enumerate(sums, 1))
+        % 2**64
+    )
 
 
 def read_letters(model: Path) -> tuple[tuple[int, str], ...]:

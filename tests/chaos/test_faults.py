@@ -73,7 +73,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyRuns]:
 @pytest.fixture(scope="module")
 def undisturbed(runs: FaultyRuns) -> dict[str, Any]:
     outcome = runs.outcome("none")
-    assert outcome["status"] == 0, outcome["shown"]
+    assert outcome["status"] == 0, outcome["output"]
     assert len(outcome["rows"]) == 6 and min(outcome["counts"].values()) > 0
     return outcome
 
@@ -96,8 +96,8 @@ def faults(counts: dict[str, int], turn: int) -> list[str]:
 
 def problem_of(outcome: dict[str, Any], undisturbed: dict[str, Any]) -> str | None:
     """Say how an outcome breaks the promise; None where it keeps it."""
-    lines = outcome["shown"].splitlines()
-    if "Traceback" in outcome["shown"]:
+    lines = outcome["output"].splitlines()
+    if "Traceback" in outcome["output"]:
         return "a traceback"
     if outcome["status"]:
         if outcome["status"] not in (1, 2):
@@ -105,7 +105,7 @@ def problem_of(outcome: dict[str, Any], undisturbed: dict[str, Any]) -> str | No
         if sum(line.startswith("error: ") for line in lines) != 1 or ";" not in lines[-1]:
             return "not one line with a way out at the end"
         began = any(line.startswith("step ") for line in lines)
-        is_said = "summary.json could not be written" in outcome["shown"]
+        is_said = "summary.json could not be written" in outcome["output"]
         if began and outcome["summary"] is None and not is_said:
             return "no summary, and not a word of that"
         if outcome["summary"] is not None and outcome["summary"]["status"] != "failed":
@@ -129,7 +129,7 @@ def test_a_failed_file_operation_is_one_line_and_an_exact_resume(
         outcome = runs.outcome(fault)
         if problem := problem_of(outcome, undisturbed):
             problems.append(
-                f"{fault} at {outcome['failed_path']}: {problem}\n{outcome['shown'][-1500:]}\n{outcome['resumed'][-500:]}"
+                f"{fault} at {outcome['failed_path']}: {problem}\n{outcome['output'][-1500:]}\n{outcome['resumed'][-500:]}"
             )
     print(f"{len(tried)} faults, {len(problems)} problems")
     assert not problems, "\n\n".join(problems)

@@ -57,17 +57,17 @@ def test_one_process_of_several_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = small(tmp_path, SLEEPER)
-    others = [subprocess.Popen([sys.executable, "-c", SLEEPER]) for _ in range(2)]
-    processes = [psutil.Process(other.pid) for other in others]
+    children = [subprocess.Popen([sys.executable, "-c", SLEEPER]) for _ in range(2)]
+    processes = [psutil.Process(child.pid) for child in children]
     monkeypatch.setattr(run, "role", lambda name: processes)
     try:
         assert run.send("trainer", signal.SIGKILL, which=1)
-        assert others[1].wait(30) == -signal.SIGKILL and others[0].poll() is None
+        assert children[1].wait(30) == -signal.SIGKILL and children[0].poll() is None
         assert not run.send("trainer", signal.SIGKILL, which=2, timeout_s=0.1)
     finally:
-        for other in others:
-            other.kill()
-            other.wait()
+        for child in children:
+            child.kill()
+            child.wait()
         monkeypatch.undo()
         run.end()
 

@@ -106,13 +106,13 @@ def test_every_kind_of_difference_is_found() -> None:
     assert compare(whole, result([1])).largest["loss"] == math.inf
     assert compare(whole, result([1, math.nan])).largest["loss"] == math.inf
     assert compare(whole, result([1, 2], steps=[1, 1])).notes == ("steps [1, 1] for [1, 2]",)
-    told, other = (
+    written, other = (
         {1: [[0, [5], [[7], [-1.0], [{"content": text}], None]]], 2: []} for text in "ab"
     )
-    notes = compare(replace(whole, written=told), replace(whole, written=other)).notes
+    notes = compare(replace(whole, written=written), replace(whole, written=other)).notes
     assert notes == ("what was written for steps [1] differs",)
     assert compare(
-        replace(whole, written=told), replace(whole, written={1: told[1]})
+        replace(whole, written=written), replace(whole, written={1: written[1]})
     ).notes == ("the journal has no round of steps [2]",)
     assert "no model was saved" in compare(whole, Result(whole.rows, {})).notes
 
@@ -288,10 +288,10 @@ def test_made_up_configurations_reach_both_answers() -> None:
 def test_the_table_says_everything_and_keeps_the_tiers_apart() -> None:
     good = row_of("kill-x", "killed", [Outcome("a", (1, 0), phase="train")])
     bad = Row("made-up", "made up", 1, 2, failures=tuple(map(str, range(7))))
-    shown = "\n".join(as_lines([("scripted", [good, bad]), ("vllm", [good])], seed=7))
-    assert "ok   kill-x       1/1      killed" in shown and "FAIL made-up      1/2" in shown
-    assert "train 1" in shown and "largest difference" in shown and "seed 7" in shown
-    assert "made-up: and 2 more, in the JSON" in shown
+    table = "\n".join(as_lines([("scripted", [good, bad]), ("vllm", [good])], seed=7))
+    assert "ok   kill-x       1/1      killed" in table and "FAIL made-up      1/2" in table
+    assert "train 1" in table and "largest difference" in table and "seed 7" in table
+    assert "made-up: and 2 more, in the JSON" in table
     card = json.loads(
         json.dumps(as_json([("scripted", [good, bad])], seed=7, seconds=1.0), allow_nan=False)
     )

@@ -101,22 +101,22 @@ def test_a_completion_that_is_aborted_is_the_beginning_of_the_whole_one(
 ) -> None:
     async def ask(engine: VllmEngine, *, aborts: bool) -> list[Completion]:
         await engine.load_weights(shared(model, tmp_path / "weights", version=0), 0)
-        asked = [asyncio.ensure_future(engine.complete([7], seed)) for seed in range(4)]
+        requests = [asyncio.ensure_future(engine.complete([7], seed)) for seed in range(4)]
         await asyncio.sleep(4.5)  # between the first token of each and the last of the shortest
         if aborts:
             await engine.abort()
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*requests)
         await engine.close()
         return answers
 
     whole = asyncio.run(ask(start(), aborts=False))
     parts = asyncio.run(ask(start(token_s=3.0), aborts=True))
-    assert {one.finish_reason for one in parts} == {"abort"}
-    for part, one in zip(parts, whole, strict=True):
-        assert part.token_ids == one.token_ids[: len(part.token_ids)] and 1 <= len(
+    assert {completion.finish_reason for completion in parts} == {"abort"}
+    for part, completion in zip(parts, whole, strict=True):
+        assert part.token_ids == completion.token_ids[: len(part.token_ids)] and 1 <= len(
             part.token_ids
-        ) < len(one.token_ids)
-        assert part.text == one.text[: len(part.text)]
+        ) < len(completion.token_ids)
+        assert part.text == completion.text[: len(part.text)]
 
 
 def test_its_sums_are_those_of_the_trainer_and_a_skipped_sync_is_told(

@@ -42,8 +42,8 @@ def test_killed_and_resumed_is_never_killed(tmp_path: Path) -> None:
     outcome = trial("killed", oracle, Moment(3, 0.5), kill("trainer"))
     assert outcome.passes, outcome
     assert outcome.landed and outcome.exits == (1, 0) and outcome.phase in PHASES
-    flushed, others = read_flushes(tmp_path / "flushes.log")
-    assert flushed > 2 * job.steps and others == []
+    flushed, unflushed = read_flushes(tmp_path / "flushes.log")
+    assert flushed > 2 * job.steps and unflushed == []
 
     assert signal.SIGKILL.name in (tmp_path / "killed.log").read_text()
     shorter = read_result(oracle.folder)

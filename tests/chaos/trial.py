@@ -54,18 +54,18 @@ def make_oracle(
     runs = [
         pool.submit(whole_run, job, setting, name=f"{name}-{number}") for number in range(times)
     ]
-    (folder, pace), *others = [run.result() for run in runs]
+    (folder, pace), *other_runs = [run.result() for run in runs]
     result = read_result(folder)
     problem = is_lively(result)
     if problem is not None:
         raise RunError(
             f"equality with the whole run would prove nothing: {problem}; see {folder.root}"
         )
-    differences = [compare(result, read_result(other)) for other, _ in others]
+    differences = [compare(result, read_result(other)) for other, _ in other_runs]
     repeats = all(difference.is_none for difference in differences)
     if not repeats and job.tier == "scripted":
         raise RunError(
-            f"the whole run does not repeat: {differences[0]}; see {folder.root} and {others[0][0].root}"
+            f"the whole run does not repeat: {differences[0]}; see {folder.root} and {other_runs[0][0].root}"
         )
     length = pace.start_s + job.steps * pace.step_s + pace.end_s
     limit_s = max(_LEAST_LIMIT_S, _PATIENCE * length)

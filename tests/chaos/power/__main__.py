@@ -62,13 +62,13 @@ def prove(place: Path, options: argparse.Namespace) -> dict[str, Any]:
     resumed = resume_cuts(sample, setting, say=_say)
     _say(f"{sum(resumed.outcomes.values())}/{resumed.total}: {dict(resumed.outcomes)}")
     _say(f"controls: {options.controls} cuts without one kind of flush each ...")
-    found = (
+    failed_cuts = (
         run_controls(subjects, count=options.controls, seed=seed, say=_say)
         if options.controls
         else {}
     )
     return {
-        "passes": not judged.failures and not resumed.failures and all(found.values()),
+        "passes": not judged.failures and not resumed.failures and all(failed_cuts.values()),
         "seed": seed,
         "operations": {
             subject.recording.name: len(subject.recording.operations) for subject in subjects
@@ -76,9 +76,9 @@ def prove(place: Path, options: argparse.Namespace) -> dict[str, Any]:
         "cuts": as_json(judged),
         "resumes": as_json(resumed),
         "controls": {
-            "found": sum(map(bool, found.values())),
-            "total": len(found and CONTROLS),
-            "failed_cuts": found,
+            "found": sum(map(bool, failed_cuts.values())),
+            "total": len(failed_cuts and CONTROLS),
+            "failed_cuts": failed_cuts,
         },
     }
 

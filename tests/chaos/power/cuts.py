@@ -68,7 +68,9 @@ def draw_cuts(subjects: Sequence[Subject], *, count: int, seed: int) -> list[Cut
         subject = subjects[number % len(subjects)]
         operations = subject.recording.operations
         pivots = [
-            index for index, one in enumerate(operations) if one.kind not in ("write", "size")
+            index
+            for index, operation in enumerate(operations)
+            if operation.kind not in ("write", "size")
         ]
         ends = [*(phase.first for phase in subject.recording.phases[1:]), len(operations)]
         last = [index for end in ends for index in range(end - _LAST, end)]
@@ -129,9 +131,12 @@ def resume_cuts(cuts: Sequence[Cut], setting: Setting, *, say: Say) -> Tally:
 def _flushes(*parts: str) -> Callable[[Operation], bool]:
     """Flushes of a path in which every part is found; a part with `=` in front is the whole path."""
 
-    def matches(one: Operation) -> bool:
-        hits = (one.path == part[1:] if part[0] == "=" else part in one.path for part in parts)
-        return one.kind == "flush" and all(hits)
+    def matches(operation: Operation) -> bool:
+        hits = (
+            operation.path == part[1:] if part[0] == "=" else part in operation.path
+            for part in parts
+        )
+        return operation.kind == "flush" and all(hits)
 
     return matches
 
@@ -139,17 +144,17 @@ def _flushes(*parts: str) -> Callable[[Operation], bool]:
 CONTROLS: Mapping[str, Callable[[Operation], bool]] = {
     "a round's file": _flushes("/journal/."),
     "the journal's folder": _flushes("=run/journal"),
-    "a checkpoint's files": lambda one: (
-        one.kind == "flush" and "/.saving-" in one.path and one.offset >= 0
+    "a checkpoint's files": lambda operation: (
+        operation.kind == "flush" and "/.saving-" in operation.path and operation.offset >= 0
     ),
     "a checkpoint's manifest": _flushes("/.saving-", "manifest"),
-    "a checkpoint's own folder": lambda one: (
-        one.kind == "flush" and "/.saving-" in one.path and one.offset < 0
+    "a checkpoint's own folder": lambda operation: (
+        operation.kind == "flush" and "/.saving-" in operation.path and operation.offset < 0
     ),
     "the folder of checkpoints": _flushes("=run/checkpoints"),
     "metrics": _flushes("metrics.jsonl"),
-    "the model's files": lambda one: (
-        one.kind == "flush" and "/model/" in one.path and one.offset >= 0
+    "the model's files": lambda operation: (
+        operation.kind == "flush" and "/model/" in operation.path and operation.offset >= 0
     ),
     "the model's folder": _flushes("=run/model"),
     "the summary": _flushes("summary.json"),
@@ -162,7 +167,9 @@ CONTROLS: Mapping[str, Callable[[Operation], bool]] = {
 def without(subject: Subject, is_dropped: Callable[[Operation], bool]) -> Subject | None:
     """The same recording without some flushes; None where it has none of them."""
     recording = subject.recording
-    dropped = [index for index, one in enumerate(recording.operations) if is_dropped(one)]
+    dropped = [
+        index for index, operation in enumerate(recording.operations) if is_dropped(operation)
+    ]
     if not dropped:
         return None
     # A flush of nothing in its place, so that every operation keeps its number.
@@ -176,7 +183,7 @@ def run_controls(
     subjects: Sequence[Subject], *, count: int, seed: int, say: Say
 ) -> dict[str, int]:
     """How many cuts fail without each of the flushes."""
-    found = {}
+    failed_cuts = {}
     for name, is_dropped in CONTROLS.items():
         mutants = [
             mutant
@@ -184,11 +191,11 @@ def run_controls(
             if (mutant := without(subject, is_dropped)) is not None
         ]
         tally = judge_cuts(draw_cuts(mutants, count=count, seed=seed)) if mutants else Tally()
-        found[name] = len(tally.failures)
+        failed_cuts[name] = len(tally.failures)
         say(
             f"  {'ok  ' if tally.failures else 'FAIL'} without the flush of {name}: {len(tally.failures)} of {count}"
         )
-    return found
+    return failed_cuts
 
 
 def as_json(tally: Tally) -> dict[str, Any]:

@@ -67,10 +67,10 @@ class World:
         """The inode of a path; None where there is none."""
         inode = 0
         for name in path.split("/") if path else []:
-            found = self.folders.get(inode, {}).get(name)
-            if found is None:
+            child = self.folders.get(inode, {}).get(name)
+            if child is None:
                 return None
-            inode = found
+            inode = child
         return inode
 
     def place(self, path: str) -> tuple[int, str]:
@@ -97,10 +97,10 @@ def files_below(
 ) -> dict[str, int]:
     if inode not in folders:
         return {prefix: inode}
-    found: dict[str, int] = {}
+    files: dict[str, int] = {}
     for name, inner in folders[inode].items():
-        found |= files_below(folders, inner, f"{prefix}/{name}" if prefix else name)
-    return found
+        files |= files_below(folders, inner, f"{prefix}/{name}" if prefix else name)
+    return files
 
 
 def write_at(content: bytearray, offset: int, data: bytes) -> None:
@@ -130,20 +130,20 @@ class Disk:
             draw: chooses among what the model allows.
         """
         folders = self._names(cut, order, draw)
-        found: dict[str, bytes | None] = {}
+        state: dict[str, bytes | None] = {}
         keep = draw.choice((0.0, 0.5, 1.0, draw.random()))
 
         def walk(inode: int, path: str) -> None:
             if inode not in self.folders:
-                found[path] = self._content(inode, cut, keep, draw)
+                state[path] = self._content(inode, cut, keep, draw)
                 return
             if path:
-                found[path] = None
+                state[path] = None
             for name, inner in folders[inode].items():
                 walk(inner, f"{path}/{name}" if path else name)
 
         walk(0, "")
-        return found
+        return state
 
     def _names(self, cut: int, order: Order, draw: random.Random) -> dict[int, dict[str, int]]:
         done = [change for change in self.changes if change.index <= cut]
@@ -192,15 +192,15 @@ def _apply(content: bytearray, piece: Piece) -> None:
 
 def _apply_partly(content: bytearray, offset: int, data: bytes, draw: random.Random) -> None:
     """Missing, zeros where the file grew, or some of its blocks."""
-    how = draw.choice(("missing", "zeros", "blocks", "beginning"))
-    if how == "missing":
+    damage = draw.choice(("missing", "zeros", "blocks", "beginning"))
+    if damage == "missing":
         return
-    if how == "beginning":
+    if damage == "beginning":
         write_at(content, offset, data[: draw.randint(0, len(data))])
         return
     size = max(len(content), offset + len(data))
     content.extend(bytes(size - len(content)))
-    if how == "zeros":
+    if damage == "zeros":
         return
     first = offset // BLOCK
     for block in range(first, (offset + len(data) - 1) // BLOCK + 1):
@@ -248,7 +248,7 @@ def _flush(disk: Disk, world: World, index: int, operation: Operation) -> None:
         if change.kept_from == _NEVER and change.names[-1][0] == inode:
             change.kept_from = index
     last = max(
-        (place for place, one in enumerate(disk.changes) if one.names[-1][0] == inode),
+        (place for place, change in enumerate(disk.changes) if change.names[-1][0] == inode),
         default=-1,
     )
     for change in disk.changes[: last + 1]:
@@ -283,8 +283,8 @@ def _change_names(disk: Disk, world: World, index: int, operation: Operation) ->
             target = (*world.place(operation.other), moved)
             names = (target,) if operation.kind == "link" else ((folder, name, None), target)
     disk.changes.append(Change(index, names))
-    for where, what, inode_or_none in names:
+    for parent, entry, inode_or_none in names:
         if inode_or_none is None:
-            world.folders[where].pop(what, None)
+            world.folders[parent].pop(entry, None)
         else:
-            world.folders[where][what] = inode_or_none
+            world.folders[parent][entry] = inode_or_none

@@ -145,7 +145,9 @@ class Witness:
 
     def promised(self, cut: int, kind: str) -> list[Promise]:
         return [
-            one for one in self.promises if one.kind == kind and one.since <= cut < one.until
+            promise
+            for promise in self.promises
+            if promise.kind == kind and promise.since <= cut < promise.until
         ]
 
 
@@ -203,7 +205,7 @@ def judge(subject: Subject, cut: int, state: State, root: Path) -> str:
 def _judge(subject: Subject, cut: int, state: State, folder: RunFolder) -> str:
     witness, config = subject.witness, subject.recording.phase(cut).config
     if f"{RUN}/run.json" not in state:
-        promised = [one.kind for one in witness.promises if one.since <= cut]
+        promised = [promise.kind for promise in witness.promises if promise.since <= cut]
         if promised:
             raise Broken(f"run.json is gone, and there had been {promised[-1]}")
         check_claim(folder, config, resume=None)
@@ -262,7 +264,7 @@ def rows_of(data: bytes) -> list[dict[str, Any]]:
 
 
 def _check_checkpoint(witness: Witness, cut: int, newest: Path | None, step: int) -> None:
-    promised = max((one.step for one in witness.promised(cut, "checkpoint")), default=0)
+    promised = max((promise.step for promise in witness.promised(cut, "checkpoint")), default=0)
     if step < promised:
         raise Broken(f"it goes on from step {step}, and checkpoint-{promised} had been saved")
     if newest is not None:
@@ -288,10 +290,10 @@ def _check_rounds(witness: Witness, cut: int, folder: RunFolder, step: int) -> N
         raise Broken(
             f"rounds {sorted(number for number, _ in taken)} were never there together"
         )
-    for one in witness.promised(cut, "round"):
-        if one.step >= step and (one.step, one.content) not in taken:
+    for promise in witness.promised(cut, "round"):
+        if promise.step >= step and (promise.step, promise.content) not in taken:
             raise Broken(
-                f"the round of step {one.step} was committed and is gone, at step {step}"
+                f"the round of step {promise.step} was committed and is gone, at step {step}"
             )
     rounds_in(folder.journal)
 

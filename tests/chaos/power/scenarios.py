@@ -96,8 +96,14 @@ def tuning_parts(inputs: Path, *, steps: int = 30) -> list[Part]:
             f"checkpoint_every={steps // 4}",
             "merge=true",
         )
-        given = [str(word) for option, value in options.items() for word in (option, value)]
-        return ["sft", *given, *(word for one in sets for word in ("--set", one))]
+        option_words = [
+            str(word) for option, value in options.items() for word in (option, value)
+        ]
+        return [
+            "sft",
+            *option_words,
+            *(word for setting in sets for word in ("--set", setting)),
+        ]
 
     def interrupted(run: Run) -> bool:
         return run.wait_for(lambda: run.num_steps() >= 2, timeout_s=_LIMIT_S) and run.send(

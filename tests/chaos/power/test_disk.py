@@ -60,22 +60,26 @@ def test_a_file_flushed_renamed_and_its_folder_flushed_is_there(order: Order) ->
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_without_the_folders_flush_it_is_the_old_or_the_new_one(order: Order) -> None:
-    found = {
+    contents = {
         bytes(state["a"] or b"")
         for state in states(replaced(file_is_flushed=True, folder_is_flushed=False), order)
     }
-    assert found == {b"old", NEW}
+    assert contents == {b"old", NEW}
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_without_the_files_flush_a_renamed_file_may_be_empty_zeros_or_half(
     order: Order,
 ) -> None:
-    found = {
+    contents = {
         bytes(state["a"] or b"")
         for state in states(replaced(file_is_flushed=False, folder_is_flushed=True), order)
     }
-    assert {b"", NEW, bytes(len(NEW))} <= found and len(found) > 10 and b"old" not in found
+    assert (
+        {b"", NEW, bytes(len(NEW))} <= contents
+        and len(contents) > 10
+        and b"old" not in contents
+    )
 
 
 def test_names_are_lost_in_order_or_each_by_itself() -> None:
@@ -163,7 +167,7 @@ def test_the_recorder_sees_all_that_processes_do(tmp_path: Path) -> None:
     assert unlike(world.files(), root) == []
     assert world.files()["sub/late/plain"] == b"one\ntwXXthre"
     assert {"late", "model.safetensors"} <= {path.name for path in (root / "sub").rglob("*")}
-    assert len({one.pid for one in operations}) == 2
-    assert {one.kind for one in operations} == {
+    assert len({operation.pid for operation in operations}) == 2
+    assert {operation.kind for operation in operations} == {
         "create", "size", "write", "rename", "link", "unlink", "mkdir", "rmdir", "flush"
     }  # fmt: skip

@@ -88,15 +88,15 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Operation]:
 def states(operations: Sequence[Operation], *, of: str) -> Iterator[State]:
     """Of one folder, after every operation on it, many under each model; paths are relative to it."""
     disk, _ = follow(operations)
-    for cut, one in enumerate(operations):
-        if not one.path.startswith(of):
+    for cut, operation in enumerate(operations):
+        if not operation.path.startswith(of):
             continue
         for number in range(30):
             for order in ORDERS:
-                found = disk.after(cut, order, random.Random(f"{cut}/{number}"))
+                state = disk.after(cut, order, random.Random(f"{cut}/{number}"))
                 yield {
                     path.removeprefix(f"{of}/"): data
-                    for path, data in found.items()
+                    for path, data in state.items()
                     if path.startswith(f"{of}/")
                 }
 
@@ -140,8 +140,8 @@ def test_rows_up_to_the_checkpoint_are_kept_when_later_ones_are_forgotten(
 ) -> None:
     last = max(
         index
-        for index, one in enumerate(operations)
-        if one.path == "rows/metrics.jsonl" and one.kind == "flush"
+        for index, operation in enumerate(operations)
+        if operation.path == "rows/metrics.jsonl" and operation.kind == "flush"
     )
     disk, _ = follow(operations)
     for cut in range(last, len(operations)):

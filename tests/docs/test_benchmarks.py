@@ -63,14 +63,14 @@ def test_bare_padding_counts_empty_positions(parts: Any) -> None:
 def test_bare_keeps_the_cast_that_is_faster_and_tries_every_size(parts: Any) -> None:
     tried: list[Any] = []
 
-    def measure(way: Any) -> float:
-        tried.append((way.batch_size, way.autocast))
-        size: float = way.batch_size
-        return size + (10.0 if way.autocast else 0.0)
+    def measure(choice: Any) -> float:
+        tried.append((choice.batch_size, choice.autocast))
+        size: float = choice.batch_size
+        return size + (10.0 if choice.autocast else 0.0)
 
     seconds = parts.bare.choose(measure, (4, 8, 16), autocasts=(True, False))
     assert tried == [(8, True), (8, False), (4, False), (16, False)]
-    best = min(seconds, key=lambda way: seconds[way])
+    best = min(seconds, key=lambda choice: seconds[choice])
     assert (best.batch_size, best.autocast) == (4, False)
 
 
@@ -118,8 +118,8 @@ def test_tables_say_whether_the_limits_hold(parts: Any, trl: float, verdict: str
 
 
 def _results(parts: Any, *, trl_seconds: float) -> dict[str, Any]:
-    way = {"batch_size": 4, "autocast": True, "padding": 0.01}
-    bare = {"seconds": [10.0], "tokens": 100, **way}
+    choice = {"batch_size": 4, "autocast": True, "padding": 0.01}
+    bare = {"seconds": [10.0], "tokens": 100, **choice}
     level = parts.report.summarise(
         [_run(parts, 1.0, trl_seconds)], [_run(parts, 1.0, 20.0)], bare
     )
@@ -214,22 +214,22 @@ def test_methods_are_compared_at_the_same_seconds(parts: Any) -> None:
         for step in range(1, 6)
     ]
     assert parts.methods.of_run(rows, 8) == {}, "a run that was stopped has no figure"
-    found = parts.methods.of_run([*rows, {"step": 5, "ycore/eval/pass@1": 0.75}], 8)
-    assert found == {
+    figures = parts.methods.of_run([*rows, {"step": 5, "ycore/eval/pass@1": 0.75}], 8)
+    assert figures == {
         "steps": 5,
         "seconds": 50,
         "taught": 5 * 6.0,
         "before": 0.2,
         "pass@1": 0.75,
     }
-    shown = parts.methods.as_markdown({"slow": [found], "fast": [found | {"pass@1": 0.9}]})
+    table = parts.methods.as_markdown({"slow": [figures], "fast": [figures | {"pass@1": 0.9}]})
     assert (
-        shown.splitlines()[2].startswith("| `fast` | 0.200 | 0.900") and "| 5 | 2160 |" in shown
+        table.splitlines()[2].startswith("| `fast` | 0.200 | 0.900") and "| 5 | 2160 |" in table
     )
-    told = parts.methods.parse_arguments(
+    options = parts.methods.parse_arguments(
         ["--methods", "gspo", "--task", "gym", "--budget", "40"]
     )
-    words = parts.methods.command(told, "gspo", 3, Path("out"))
+    words = parts.methods.command(options, "gspo", 3, Path("out"))
     assert words[3:6] == ["grpo", "--recipe", "quickstart"] and words[-3:] == [
         "3",
         "--output",
@@ -243,7 +243,7 @@ def test_runs_that_go_on_at_once_have_cores_of_their_own(
 ) -> None:
     cores: dict[str, set[int]] = {}
 
-    def run_one(told: Any, method: str, seed: int, folder: Path) -> dict[str, float]:
+    def run_one(options: Any, method: str, seed: int, folder: Path) -> dict[str, float]:
         cores[method] = os.sched_getaffinity(0)
         meeting.wait(20)
         return {"pass@1": 1.0}
@@ -252,7 +252,7 @@ def test_runs_that_go_on_at_once_have_cores_of_their_own(
     meeting = threading.Barrier(lanes)
     monkeypatch.setattr(parts.methods, "run_one", run_one)
     names = ["grpo", "gspo"][:lanes]
-    told = [
+    words = [
         "--methods",
         ",".join(names),
         "--seeds",
@@ -262,8 +262,8 @@ def test_runs_that_go_on_at_once_have_cores_of_their_own(
         "--output",
         str(tmp_path),
     ]
-    found = list(parts.methods.run_all(parts.methods.parse_arguments(told)))
-    assert [method for method, _ in found] == names
+    results = list(parts.methods.run_all(parts.methods.parse_arguments(words)))
+    assert [method for method, _ in results] == names
     assert set.union(*cores.values()) == os.sched_getaffinity(0)
     assert sum(map(len, cores.values())) == len(os.sched_getaffinity(0))
 
@@ -375,6 +375,6 @@ def _lengths(file: Path) -> dict[tuple[int, int], int]:
 
 def _command(folder: Path) -> list[str]:
     sizes = "--tokens 8:2 --repeats 1 --prompts 2 --group-size 4 --trl-batch-size 8 --bare-batch-size 4"
-    given = f"--model {folder / 'model'} --output {folder / 'out'} --dtype float32 --engine transformers {sizes}"
+    options = f"--model {folder / 'model'} --output {folder / 'out'} --dtype float32 --engine transformers {sizes}"
     assert os.access(BENCHMARKS / "trl_and_ycore.py", os.R_OK)
-    return [sys.executable, str(BENCHMARKS / "trl_and_ycore.py"), *given.split()]
+    return [sys.executable, str(BENCHMARKS / "trl_and_ycore.py"), *options.split()]

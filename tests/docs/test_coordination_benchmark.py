@@ -30,13 +30,13 @@ def test_one_and_two_controllers_play_a_round(tmp_path: Path) -> None:
     assert "Machine: " in done.stdout
     results = json.loads((output / "results.json").read_text())
     parallel, central = results["parallel"], results["central"]
-    assert [(one["controllers"], one["engines"]) for one in parallel] == [(1, 1), (2, 2)]
-    assert [(one["controllers"], one["engines"]) for one in central] == [(1, 1), (1, 2)]
-    through = [one["bytes_busiest"] for one in central]
+    assert [(row["controllers"], row["engines"]) for row in parallel] == [(1, 1), (2, 2)]
+    assert [(row["controllers"], row["engines"]) for row in central] == [(1, 1), (1, 2)]
+    through = [row["bytes_busiest"] for row in central]
     assert through[1] == 2 * through[0] > 0, (
         "a central controller carries what every engine gets"
     )
-    assert all(one["cpu_s_busiest"] >= one["cpu_s_mean"] > 0 for one in (*parallel, *central))
+    assert all(row["cpu_s_busiest"] >= row["cpu_s_mean"] > 0 for row in (*parallel, *central))
     assert (output / "coordination.png").read_bytes().startswith(b"\x89PNG")
 
 

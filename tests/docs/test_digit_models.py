@@ -34,15 +34,15 @@ def test_it_is_made_the_same_twice_and_reads_other_digits(
     monkeypatch.setattr(sighted, "_align", lambda *parts: shares.append(align(*parts)) or 1.0)
     for name in ("first", "second"):
         sighted.make_sighted(language, tmp_path / name)
-    one, other = (
+    first, second = (
         load_file(tmp_path / name / "model.safetensors") for name in ("first", "second")
     )
-    assert one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) for name in one
+    assert first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
     )
     assert shares[0] == shares[1] > 0.8
     words = load_file(language / "model.safetensors")["model.embed_tokens.weight"]
-    kept = one["language_model.model.embed_tokens.weight"]
+    kept = first["language_model.model.embed_tokens.weight"]
     torch.testing.assert_close(kept[: len(words)], words.bfloat16(), atol=0, rtol=0)
     assert (
         resolve_model(str(tmp_path / "first")).has_chat_template
@@ -70,9 +70,13 @@ def test_the_rows_ask_about_pictures_that_are_there(tmp_path: Path) -> None:
         name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()]
         for name in ("train", "test", "wrong")
     }
-    shown = {name: {image for row in rows[name] for image in row["images"]} for name in rows}
-    assert shown["train"].isdisjoint(shown["test"])
-    assert all((tmp_path / image).is_file() for images in shown.values() for image in images)
+    images_of = {
+        name: {image for row in rows[name] for image in row["images"]} for name in rows
+    }
+    assert images_of["train"].isdisjoint(images_of["test"])
+    assert all(
+        (tmp_path / image).is_file() for images in images_of.values() for image in images
+    )
     _, digits = sighted.read_digits("test")
     for row in rows["test"]:
         numbers = [int(image.partition("-")[2].removesuffix(".png")) for image in row["images"]]

@@ -100,15 +100,15 @@ def files_of(page: Path) -> dict[str, str]:
 
 def commands() -> list[tuple[Path, str]]:
     """Every command line of every page, with lines that go on joined; each only once a page."""
-    found: dict[tuple[Path, str], None] = {}
+    lines_of_pages: dict[tuple[Path, str], None] = {}
     for page in PAGES:
         for block in blocks(page):
             if block.language == "sh":
                 lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
-                found |= dict.fromkeys(
+                lines_of_pages |= dict.fromkeys(
                     (page, line.strip()) for line in lines if line.strip() and line[0] != "#"
                 )
-    return list(found)
+    return list(lines_of_pages)
 
 
 def of_program(name: str) -> list[Any]:
@@ -409,8 +409,8 @@ def test_make_prints_sentences_and_no_commands_to_a_newcomer() -> None:
 
 def makefile_lines(target: str) -> list[str]:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    found = re.search(rf"^{re.escape(target)}:.*\n((?:\t.*\n?)*)", text, re.MULTILINE)
-    return [line.strip() for line in found.group(0).splitlines()] if found else []
+    rule = re.search(rf"^{re.escape(target)}:.*\n((?:\t.*\n?)*)", text, re.MULTILINE)
+    return [line.strip() for line in rule.group(0).splitlines()] if rule else []
 
 
 @pytest.mark.parametrize(("page", "line"), [*of_program("pip"), *of_program("uv")])
@@ -600,19 +600,19 @@ def is_model(annotation: Any) -> bool:
 
 def documented_keys(page: str) -> dict[str, Any]:
     """Every key of a page's table with the default that is written there; a row may have several of both."""
-    told: dict[str, Any] = {}
+    documented: dict[str, Any] = {}
     if page.endswith("options.md"):
         for _, _, key, _ in table(page, "## Options"):
             if key:
                 name, _, default = key.partition(": ")
-                told[quoted(name)[0]] = read_default(default)
+                documented[quoted(name)[0]] = read_default(default)
     for names, defaults, _ in table(page, "## Keys"):
         keys = quoted(names)
         cells = defaults.split(", ") if len(keys) > 1 else [defaults]
         for key, cell in zip(keys, cells, strict=True):
-            assert key not in told, f"{key} is documented twice"
-            told[key] = read_default(cell)
-    return told
+            assert key not in documented, f"{key} is documented twice"
+            documented[key] = read_default(cell)
+    return documented
 
 
 def read_default(cell: str) -> Any:
@@ -620,30 +620,33 @@ def read_default(cell: str) -> Any:
 
 
 def test_every_key_is_documented_with_its_default_and_no_other() -> None:
-    told = documented_keys("docs/options.md")
+    documented = documented_keys("docs/options.md")
     keys: dict[str, Any] = {}
     for config_class in (PPOConfig, DistillConfig, OnlineDPOConfig, EvalConfig, GroupConfig):
         keys |= dict(config_keys(config_class))
     assert {"lora.r", "engine.count", "rewards.0.weight", "trl"} <= keys.keys()
-    assert told.keys() == keys.keys()
+    assert documented.keys() == keys.keys()
     for key, default in keys.items():
         expected = "required" if default is PydanticUndefined else default
-        assert told[key] == expected, key
+        assert documented[key] == expected, key
 
 
 def test_the_trainers_page_has_their_keys_and_aliases() -> None:
-    own, shared = documented_keys("docs/trainers.md"), documented_keys("docs/options.md")
+    trainer_keys, shared = (
+        documented_keys("docs/trainers.md"),
+        documented_keys("docs/options.md"),
+    )
     section = (
         (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8").partition("## Keys\n")[2]
     )
     same = quoted(section.partition("same name, default and meaning")[2].partition("\n\n")[0])
-    told = own | {key: shared[key] for key in same}
+    documented = trainer_keys | {key: shared[key] for key in same}
     fields = TuneConfig.model_fields
-    assert told.keys() == fields.keys() and not own.keys() & set(same)
+    assert documented.keys() == fields.keys() and not trainer_keys.keys() & set(same)
     for key, field in fields.items():
         default = {} if key == "lora" else field.default
         expected = "required" if default is PydanticUndefined else default
-        assert told[key] == expected, key
+        assert documented[key] == expected, key
     page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
     spelled, aliased = (
         re.findall(r"`max_steps`.*? are TRL's names of (.*)\.\n", page, re.DOTALL),
@@ -657,9 +660,11 @@ def test_trl_names_that_ycore_owns_are_documented() -> None:
     section = page.partition("### TRL's names of ycore's keys\n")[2].partition("\n#")[0]
     assert dict(re.findall(r"`(\w+)` is\s+`(\w+)`", section)) == aliases(ALGORITHMS["grpo"])
     rows = table("docs/options.md", "### Refused fields")
-    told = {name for names, _ in rows for name in quoted(names) if not name.endswith("...")}
+    documented = {
+        name for names, _ in rows for name in quoted(names) if not name.endswith("...")
+    }
     refused = {name for name in fields_of("GRPOConfig") if refusal(name, ALGORITHMS["grpo"])}
-    assert told == {name for name in refused if not name.startswith("vllm_")}
+    assert documented == {name for name in refused if not name.startswith("vllm_")}
 
 
 def test_learning_rates_are_documented_as_they_are() -> None:
@@ -697,7 +702,7 @@ def test_the_python_lines_of_the_page_for_agents_are_runs(
     monkeypatch.setattr(
         functions,
         "run_evaluations",
-        lambda evaluations: [written(Path(one.output)) for one in evaluations],
+        lambda evaluations: [written(Path(evaluation.output)) for evaluation in evaluations],
     )
     exec(compile(lines, "skill.md", "exec"), {})
     assert [config.algorithm for config in configs] == ["grpo", "eval"] and len(
@@ -717,26 +722,28 @@ def test_benchmarks_are_documented_as_they_are() -> None:
         )
         assert int(tokens) == run["max_tokens"] if "max_tokens" in run else run["pairs"]
         assert [name for name in quoted(reward) if name in BUILTIN or name == CODE] == [
-            one["reward"] for one in run.get("rewards", [])[:1]
+            reward_config["reward"] for reward_config in run.get("rewards", [])[:1]
         ]
     with pytest.raises(ConfigError, match=", ".join(quoted(row[0])[0] for row in rows)):
         load_benchmark("none")
 
 
 def test_built_in_rewards_are_documented_with_their_arguments() -> None:
-    told = {
+    documented = {
         quoted(name)[0]: arguments
         for name, arguments, _ in table("docs/rewards.md", "## Built-in rewards")
     }
-    assert told.keys() == BUILTIN.keys() | {CODE, ENVIRONMENT}
+    assert documented.keys() == BUILTIN.keys() | {CODE, ENVIRONMENT}
     for name, function in BUILTIN.items():
-        given = [argument.partition("=")[0] for argument in quoted(told[name])]
+        argument_names = [argument.partition("=")[0] for argument in quoted(documented[name])]
         wanted = sorted(function.__kwdefaults__ or {}) or ["max_tokens", "cache_tokens"] * (
             name == "overlong"
         )
-        assert sorted(argument for argument in given if "<" not in argument) == sorted(wanted)
+        assert sorted(argument for argument in argument_names if "<" not in argument) == sorted(
+            wanted
+        )
         for argument, _, default in (
-            item.partition("=") for item in quoted(told[name]) if "=" in item
+            item.partition("=") for item in quoted(documented[name]) if "=" in item
         ):
             assert yaml.safe_load(default) == (function.__kwdefaults__ or {})[argument]
 
@@ -748,9 +755,9 @@ def test_the_code_rewards_settings_and_metrics_are_documented() -> None:
         .partition("\n## Code\n")[2]
         .partition("\n## ")[0]
     )
-    told = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", section, re.MULTILINE))
+    documented = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", section, re.MULTILINE))
     defaults = {name: field.default for name, field in CodeSettings.model_fields.items()}
-    assert {name: yaml.safe_load(text) for name, text in told.items()} == {
+    assert {name: yaml.safe_load(text) for name, text in documented.items()} == {
         **defaults,
         "packages": [],
     }

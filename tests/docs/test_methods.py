@@ -53,8 +53,8 @@ def written(*texts: str) -> list[Any]:
     ],
 )
 def test_pf_ppo(function: str, rewards: list[float], weights: list[float]) -> None:
-    (found,) = getattr(load("pf_ppo"), function)([group(rewards)])
-    assert found.tolist() == weights
+    (actual,) = getattr(load("pf_ppo"), function)([group(rewards)])
+    assert actual.tolist() == weights
 
 
 @pytest.mark.parametrize(
@@ -69,25 +69,27 @@ def test_pf_ppo(function: str, rewards: list[float], weights: list[float]) -> No
     ],
 )  # fmt: skip
 def test_prof(right: list[float], process: list[float], kept: list[float]) -> None:
-    (found,) = load("prof").consistent([group(right, process)])
-    assert found.tolist() == kept
+    (actual,) = load("prof").consistent([group(right, process)])
+    assert actual.tolist() == kept
 
 
 def test_fapo() -> None:
     # Rewards 1, 0 (right, flawed), -1, -1: the mean is -0.25, the deviation sqrt(2.75 / 3).
-    found = load("fapo").flaw_aware(group([1, 1, 0, 0], [1, 0, 1, 0]))
+    advantages = load("fapo").flaw_aware(group([1, 1, 0, 0], [1, 0, 1, 0]))
     deviation = math.sqrt(2.75 / 3) + 1e-4
     expected = [1.25 / deviation, 0.25 / deviation, -0.75 / deviation, -0.75 / deviation]
-    assert found.tolist() == pytest.approx(expected)
+    assert advantages.tolist() == pytest.approx(expected)
     # Where most are right and sound, the same flawed answer loses.
     assert load("fapo").flaw_aware(group([1, 1, 1, 1], [1, 0, 1, 1]))[1] < 0
 
 
 def test_g_ra() -> None:
     # The rewards of the way count where the outcome does: 1.5, 1, 0, 0; the mean is 0.625.
-    found = load("g_ra").gated(group([1, 1, 0, 0], [0.5, 0.0, 0.9, 0.0]))
+    advantages = load("g_ra").gated(group([1, 1, 0, 0], [0.5, 0.0, 0.9, 0.0]))
     deviation = math.sqrt(sum((x - 0.625) ** 2 for x in (1.5, 1, 0, 0)) / 3) + 1e-4
-    assert found.tolist() == pytest.approx([(x - 0.625) / deviation for x in (1.5, 1, 0, 0)])
+    assert advantages.tolist() == pytest.approx(
+        [(x - 0.625) / deviation for x in (1.5, 1, 0, 0)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,8 +111,8 @@ def test_g_ra() -> None:
     ],
 )
 def test_copo(rewards: list[float], texts: list[str], expected: list[float]) -> None:
-    own = sum(rewards) / 4
-    means = [own, 0.5, 1.0] if own == 0 else [0.0, own, 1.0]
+    mean_reward = sum(rewards) / 4
+    means = [mean_reward, 0.5, 1.0] if mean_reward == 0 else [0.0, mean_reward, 1.0]
     of_all = torch.tensor([[mean] * 4 for mean in means])
     scored = group(rewards, completions=written(*texts), batch_rewards=of_all)
     assert load("copo").blended(scored).tolist() == pytest.approx(expected, rel=1e-5)
@@ -121,8 +123,8 @@ def test_ttrl() -> None:
     texts = written("3 + 5 = 8", "7", "8", "no")
     scored = group([0, 1, 0, 0], completions=texts, mask=torch.ones(4, 1))
     unit = 0.5 / (math.sqrt(1 / 3) + 1e-4)
-    found = load("ttrl").majority(scored).tolist()
-    assert found == pytest.approx([unit, -unit, unit, -unit])
+    advantages = load("ttrl").majority(scored).tolist()
+    assert advantages == pytest.approx([unit, -unit, unit, -unit])
     silent = group([0, 1], completions=written("no", "none"), mask=torch.ones(2, 1))
     assert load("ttrl").majority(silent).tolist() == [0.0, 0.0]
 
@@ -130,9 +132,11 @@ def test_ttrl() -> None:
 def test_grpo_care() -> None:
     # Three are right, with 0.95 (capped), 0.4 and 0.6: the mean is 0.65, so the first alone gets the bonus. The likely
     # wrong one gets none. Rewards 1.5, 1, 1, 0: the mean is 0.875.
-    found = load("grpo_care").consistent(group([1, 1, 1, 0], [0.99, 0.4, 0.6, 0.9]))
+    advantages = load("grpo_care").consistent(group([1, 1, 1, 0], [0.99, 0.4, 0.6, 0.9]))
     deviation = math.sqrt(sum((x - 0.875) ** 2 for x in (1.5, 1, 1, 0)) / 3) + 1e-4
-    assert found.tolist() == pytest.approx([(x - 0.875) / deviation for x in (1.5, 1, 1, 0)])
+    assert advantages.tolist() == pytest.approx(
+        [(x - 0.875) / deviation for x in (1.5, 1, 1, 0)]
+    )
     assert load("grpo_care").consistent(group([0, 0], [0.9, 0.1])).tolist() == [0.0, 0.0]
 
 
@@ -255,8 +259,8 @@ def test_every_method_can_be_compared(
     side: str, tmp_path: Path, load_script: Callable[[str], Any]
 ) -> None:
     script = load_script("methods")
-    told = script.parse_arguments([])
-    words = script.command(told, side, 0, tmp_path / "run")[len(script.YCORE) :]
+    options = script.parse_arguments([])
+    words = script.command(options, side, 0, tmp_path / "run")[len(script.YCORE) :]
     assert run([*words, "--dry-run"]) == 0
 
 

@@ -75,14 +75,14 @@ def test_every_placement_draws_and_writes_the_same(
         for words in script.PLACEMENTS
     ]
     rows, measured = asyncio.run(script.play_all(contestants, engines, job))
-    assert {words: len(told) for words, told in rows.items()} == dict.fromkeys(
+    assert {words: len(rounds) for words, rounds in rows.items()} == dict.fromkeys(
         script.PLACEMENTS, 2
     )
     assert len(measured) == 2, "before the counted rounds and after them"
     assert all(
-        len(one.speed.seconds) == 7 and one.reading_s >= 0
-        for told in measured
-        for one in told.values()
+        len(measurement.speed.seconds) == 7 and measurement.reading_s >= 0
+        for by_role in measured
+        for measurement in by_role.values()
     )
     steady = script.Measured(
         Steps(1e-4, 1e-6, (1.0,), (1e-4,)), 0.0
@@ -91,7 +91,9 @@ def test_every_placement_draws_and_writes_the_same(
     assert steady.as_json() == {"speed": speed, "reading_s": 0.0}
     measured = [dict.fromkeys(script.ROLES, steady)]
     predicted = {words: script.predict(words, measured, job) for words in script.PLACEMENTS}
-    replayed = {one.words: script.replay(one.trace, job) for one in contestants}
+    replayed = {
+        contestant.words: script.replay(contestant.trace, job) for contestant in contestants
+    }
     summary = script.summarise(rows, predicted, replayed)
     assert set(summary["replayed_over_real"]["dynamic"]) == set(script.PLACEMENTS)
     assert summary["same_work"] is True

@@ -60,8 +60,8 @@ def test_the_command_of_a_combination(
     monkeypatch.setattr(
         parts.plan_and_measured, "shaped", lambda size, folder: folder / f"model-{size}"
     )
-    one = parts.plan_and_measured.Combination.named("135m-full-2-judge")
-    words = parts.plan_and_measured.command_of(one, tmp_path, tmp_path / "run", steps=3)
+    combination = parts.plan_and_measured.Combination.named("135m-full-2-judge")
+    words = parts.plan_and_measured.command_of(combination, tmp_path, tmp_path / "run", steps=3)
     assert (
         words[words.index("--processes") + 1] == "2"
         and "--full" in words
@@ -78,9 +78,9 @@ def test_a_row_of_the_table(parts: Any) -> None:
         compared("memory/trainer", "GiB", 2.2, 2.0),
         compared("time/step", "s", 4.0, 5.0),
     ]
-    told = parts.plan_and_measured.as_lines("135m-lora", rows)
+    table_row = parts.plan_and_measured.as_lines("135m-lora", rows)
     assert (
-        told
+        table_row
         == "| 135m-lora | memory/trainer 2.20 / 2.00 GiB (+10%) | time/step 4.00 / 5.00 s (-20%) |"
     )
 
@@ -149,5 +149,5 @@ def test_the_processors_speed_is_measured_on_one_core(parts: Any) -> None:
         text=True,
         timeout=400,
     )
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert told[0]["threads"] == 1 and min(told[0].values()) > 0
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert results[0]["threads"] == 1 and min(results[0].values()) > 0

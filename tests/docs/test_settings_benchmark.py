@@ -28,8 +28,8 @@ class MadeUpEngine:
 
 def test_every_prompt_length_is_timed_with_whole_groups(script: Any) -> None:
     engine = MadeUpEngine()
-    told = asyncio.run(script.blocks(engine, 2))
-    assert {tokens: len(seconds) for tokens, seconds in told.items()} == {
+    timings = asyncio.run(script.blocks(engine, 2))
+    assert {tokens: len(seconds) for tokens, seconds in timings.items()} == {
         "40": 2,
         "70": 2,
         "140": 2,
@@ -39,8 +39,11 @@ def test_every_prompt_length_is_timed_with_whole_groups(script: Any) -> None:
 
 def test_two_engines_work_in_turn_and_at_once(script: Any) -> None:
     engines = [MadeUpEngine(), MadeUpEngine()]
-    told = asyncio.run(script.spin(engines, 1))
-    assert set(told) == {"in turn", "at once"} and min(told["in turn"] + told["at once"]) > 0
+    timings = asyncio.run(script.spin(engines, 1))
+    assert (
+        set(timings) == {"in turn", "at once"}
+        and min(timings["in turn"] + timings["at once"]) > 0
+    )
     assert len(engines[0].prompts) == len(engines[1].prompts) == 2 * 2 * 8
 
 
@@ -57,8 +60,11 @@ def test_both_ways_to_start_are_timed_in_turn(
         yield
 
     monkeypatch.setattr(script, "changed", changed)
-    told = dict(script.time_starts(argparse.Namespace(repeats=2, output=tmp_path)))
-    assert {how: len(seconds) for how, seconds in told.items()} == {"spawned": 2, "forked": 2}
+    timings = dict(script.time_starts(argparse.Namespace(repeats=2, output=tmp_path)))
+    assert {start: len(seconds) for start, seconds in timings.items()} == {
+        "spawned": 2,
+        "forked": 2,
+    }
     assert seen == ["0", "1", "0", "1"]
 
 

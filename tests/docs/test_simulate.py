@@ -33,13 +33,13 @@ def test_every_placement_and_which_to_use(
 
 def test_json_is_one_object(capfd: pytest.CaptureFixture[str]) -> None:
     assert run([*SMALL, "--judge-work", "2", "--swap-s", "1.4", "--json"]) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert {row["placement"] for row in told["placements"]} == {
+    report = json.loads(capfd.readouterr().out)
+    assert {row["placement"] for row in report["placements"]} == {
         "dynamic",
         "colocated",
         "split:1:1",
     }
-    assert all(row["round_s"] > 0 and row["bound_ratio"] >= 1 for row in told["placements"])
+    assert all(row["round_s"] > 0 and row["bound_ratio"] >= 1 for row in report["placements"])
 
 
 def test_whole_steps_are_played_with_what_shortens_their_tails(
@@ -48,8 +48,8 @@ def test_whole_steps_are_played_with_what_shortens_their_tails(
     assert (
         run([*SMALL, "--judge-work", "0", "--train-s", "5", "--oversample", "2", "--json"]) == 0
     )
-    told = json.loads(capfd.readouterr().out)["steps"]
-    names = [one["name"] for one in told]
+    steps = json.loads(capfd.readouterr().out)["steps"]
+    names = [step["name"] for step in steps]
     assert names == [
         "as it is",
         "--oversample 2",
@@ -58,10 +58,10 @@ def test_whole_steps_are_played_with_what_shortens_their_tails(
         "both",
         "--max-staleness 4",
     ]
-    assert told[3]["seconds"] < told[2]["seconds"] and told[3]["rolling"] == 1
+    assert steps[3]["seconds"] < steps[2]["seconds"] and steps[3]["rolling"] == 1
     assert run([*SMALL, "--judge-work", "0", "--train-s", "5", "--drafts", "4:0.8"]) == 0
-    shown = capfd.readouterr().out
-    assert "apart, in turn" in shown and "drafts of 4" in shown
+    output = capfd.readouterr().out
+    assert "apart, in turn" in output and "drafts of 4" in output
 
 
 def test_a_run_is_played_again(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -70,15 +70,19 @@ def test_a_run_is_played_again(capfd: pytest.CaptureFixture[str], tmp_path: Path
         begin = 100.0 * step
         writer.add(Span(ROUND, 0, -1, begin, 50, {"step": step}))
         for number in range(8):
-            told = {"request": 20 * step + number, "tokens": 100 + number, "waited_s": 0}
-            writer.add(Span("rollout", 0, 0, begin, 10 + number, told))
+            rollout_args = {
+                "request": 20 * step + number,
+                "tokens": 100 + number,
+                "waited_s": 0,
+            }
+            writer.add(Span("rollout", 0, 0, begin, 10 + number, rollout_args))
             judged = {"request": 20 * step + 10 + number, "tokens": 0, "waited_s": 0}
             writer.add(Span("judge", 0, 1, begin + 10 + number, 3, judged))
     writer.flush()
     assert run([*SMALL, "--trace", str(tmp_path), "--json"]) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert told["recorded_s"] == pytest.approx(20)
-    seconds = {row["placement"]: row["round_s"] for row in told["placements"]}
+    report = json.loads(capfd.readouterr().out)
+    assert report["recorded_s"] == pytest.approx(20)
+    seconds = {row["placement"]: row["round_s"] for row in report["placements"]}
     assert seconds["split:1:1"] == pytest.approx(20, rel=0.15)
 
 

@@ -121,10 +121,10 @@ def test_a_split_overlaps_and_never_swaps() -> None:
 
 def test_groups_that_cannot_teach_are_replaced_by_the_live_rules() -> None:
     teaches = {0: False, 1: True, 2: True, 3: False, 4: True}
-    asked: list[int] = []
+    positions: list[int] = []
 
     def group_at(position: int) -> SimulatedGroup:
-        asked.append(position)
+        positions.append(position)
         return SimulatedGroup(
             ({ROLLOUT: 10.0, JUDGE: 1.0},) * 2, teaches=teaches.get(position, True)
         )
@@ -132,7 +132,7 @@ def test_groups_that_cannot_teach_are_replaced_by_the_live_rules() -> None:
     outcome = SimulatedRound(
         [Allocator(pool(2))], MACHINE, group_at, Demand(3, dynamic=True)
     ).run()
-    assert outcome.drawn == len(asked) >= 4 and asked == list(range(len(asked)))
+    assert outcome.drawn == len(positions) >= 4 and positions == list(range(len(positions)))
     never = SimulatedRound(
         [Allocator(pool(2))],
         MACHINE,
@@ -155,7 +155,9 @@ def test_the_same_rounds_under_the_same_placement_are_the_same() -> None:
         )
         for _ in range(2)
     ]
-    assert [one.usage for one in twice[0].rounds] == [one.usage for one in twice[1].rounds]
+    assert [round_.usage for round_ in twice[0].rounds] == [
+        round_.usage for round_ in twice[1].rounds
+    ]
 
 
 def test_lengths_have_the_mean_that_is_asked() -> None:
@@ -168,11 +170,11 @@ def test_lengths_have_the_mean_that_is_asked() -> None:
 def test_machines_share_a_round_and_learn_the_same() -> None:
     """Each machine's slots serve its own ranks' groups; all of them stop together, and choose the same schedule."""
     work = Workload(Lengths(200, 0.8, 1000), {JUDGE: 100.0}, 4, 0.7)
-    told = simulate(
+    shared = simulate(
         DYNAMIC, pool(4), MACHINE, lambda number: work.group_at, Demand(24, dynamic=True),
         num_rounds=3, num_machines=3, ranks=4,
     )  # fmt: skip
-    for outcome in told.rounds:
+    for outcome in shared.rounds:
         assert len(outcome.usage.busy_s) == 12 and {lane.slot for lane in outcome.lanes} == set(
             range(12)
         )
@@ -186,7 +188,7 @@ def test_machines_share_a_round_and_learn_the_same() -> None:
         num_rounds=3,
         ranks=4,
     )
-    assert told.seconds == pytest.approx(alone.seconds, rel=0.35), (
+    assert shared.seconds == pytest.approx(alone.seconds, rel=0.35), (
         "a third of the groups on a third of the slots"
     )
 

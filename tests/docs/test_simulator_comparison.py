@@ -48,7 +48,7 @@ def test_dynamic_is_never_far_behind_and_often_ahead() -> None:
         )
         ratios.append(results["dynamic"].seconds / best)
         assert recommend(list(results.values())).seconds <= 1.02 * min(
-            one.seconds for one in results.values()
+            result.seconds for result in results.values()
         )
     assert max(ratios) < 1.15, ratios
 
@@ -103,11 +103,11 @@ def test_where_verdicts_are_short_and_all_engines_stay_up_dynamic_learns_to_shar
 
 
 def test_splits_go_from_end_to_end() -> None:
-    assert [str(one) for one in splits(ROLES, 4)] == ["split:1:3", "split:2:2", "split:3:1"]
+    assert [str(split) for split in splits(ROLES, 4)] == ["split:1:3", "split:2:2", "split:3:1"]
     many = splits(ROLES, 512)
     assert len(many) == 9 and (many[0].shares, many[-1].shares) == ((1, 511), (511, 1))
     assert splits(ROLES, 1) == [] and splits((ROLLOUT,), 4) == []
-    assert all(sum(one.shares) == 8 for one in splits((*ROLES, "reward_model"), 8))
+    assert all(sum(split.shares) == 8 for split in splits((*ROLES, "reward_model"), 8))
 
 
 def test_where_prompts_come_again_the_longest_are_begun_first() -> None:

@@ -35,20 +35,20 @@ def record(words: str, *, tokens: bool = True) -> list[list[Request]]:
     allocator = Allocator(SlotPool(2, ROLES, dict.fromkeys(ROLES, 64)), parse_placement(words))
     rounds = []
     for number in range(4):
-        one = SimulatedRound(
+        round_ = SimulatedRound(
             [allocator], Machine(dict.fromkeys(ROLES, SPEED), {}), WORK.group_at, Demand(6)
         )
-        one.position = 100 * number
-        outcome = one.run()
+        round_.position = 100 * number
+        outcome = round_.run()
         lanes = [lane for lane in outcome.lanes if lane.name != "swap"]
         sizes = sorted(
             (size, role)
-            for position in range(one.position - outcome.drawn, one.position)
+            for position in range(round_.position - outcome.drawn, round_.position)
             for completion in WORK.group_at(position).completions
             for role, size in completion.items()
         )
         assert len(sizes) == len(lanes)
-        requests = _requests(lanes, one.position - outcome.drawn, tokens=tokens)
+        requests = _requests(lanes, round_.position - outcome.drawn, tokens=tokens)
         rounds.append([_later(request, 1000.0 * number) for request in requests])
     return rounds
 
@@ -56,9 +56,9 @@ def record(words: str, *, tokens: bool = True) -> list[list[Request]]:
 def _requests(lanes: list, first: int, *, tokens: bool) -> list[Request]:  # type: ignore[type-arg]
     """Rollouts are numbered in the order they were asked, by matching lengths to lanes that began at 0."""
     lengths = [
-        one[ROLLOUT]
+        completion[ROLLOUT]
         for position in range(first, first + 6)
-        for one in WORK.group_at(position).completions
+        for completion in WORK.group_at(position).completions
     ]
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     rollouts = sorted(
@@ -91,9 +91,12 @@ def _requests(lanes: list, first: int, *, tokens: bool) -> list[Request]:  # typ
     ]
 
 
-def _later(one: Request, seconds: float) -> Request:
+def _later(request: Request, seconds: float) -> Request:
     return replace(
-        one, queued=one.queued + seconds, began=one.began + seconds, ended=one.ended + seconds
+        request,
+        queued=request.queued + seconds,
+        began=request.began + seconds,
+        ended=request.ended + seconds,
     )
 
 

@@ -48,12 +48,13 @@ def test_long_tails_are_shortened_and_short_completions_come_first() -> None:
 
 def test_drafts_pay_where_few_requests_are_in_flight() -> None:
     """By hand for one request; off where a pass is bound by arithmetic, and where nothing is accepted."""
-    one = Drafting(1.0, 0.25, num_drafted=1, accepted=0.5)
-    assert one.step_s(1) == (1 + 0.25 * 2) / 1.5 and one.step_s(100) == Speed(1.0, 0.25).step_s(
-        100
-    )
+    drafting = Drafting(1.0, 0.25, num_drafted=1, accepted=0.5)
+    assert drafting.step_s(1) == (1 + 0.25 * 2) / 1.5 and drafting.step_s(100) == Speed(
+        1.0, 0.25
+    ).step_s(100)
     named = {
-        way.name: way for way in compare_tails(LONG, lognormal, oversample=1.5, drafts=(4, 0.5))
+        tail.name: tail
+        for tail in compare_tails(LONG, lognormal, oversample=1.5, drafts=(4, 0.5))
     }
     assert 0.4 < named["drafts of 4"].seconds / named["as it is"].seconds < 1
     assert named["drafts of 4"].tokens == named["as it is"].tokens
@@ -99,7 +100,9 @@ def test_a_stream_is_bound_by_its_slower_side() -> None:
     assert fast.seconds == pytest.approx(LONG.train_s * 8)
 
 
-@pytest.mark.parametrize("published", PUBLISHED, ids=lambda one: f"{one.num_gpus} GPUs")
+@pytest.mark.parametrize(
+    "published", PUBLISHED, ids=lambda published: f"{published.num_gpus} GPUs"
+)
 def test_a_stream_comes_within_a_quarter_of_published_steps(published: Any) -> None:
     (seconds,) = played(published, [2], 24)
     assert seconds == pytest.approx(published.asynchronous, rel=0.25)

@@ -62,8 +62,8 @@ def test_every_page_is_in_the_site(site: Path) -> None:
 
 def test_the_site_can_be_searched(site: Path) -> None:
     index = json.loads((site / "search.json").read_text(encoding="utf-8"))
-    found = [item["location"] for item in index["items"] if "staleness" in item["text"]]
-    assert any("parallel.html" in place for place in found)
+    locations = [item["location"] for item in index["items"] if "staleness" in item["text"]]
+    assert any("parallel.html" in place for place in locations)
 
 
 def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:

@@ -111,7 +111,7 @@ def test_splits_go_from_end_to_end() -> None:
 
 
 def test_where_prompts_come_again_the_longest_are_begun_first() -> None:
-    """One slot with two seats, and groups of one: three short ones and a long one, which was asked for last."""
+    """One slot that takes two requests, and groups of one: three short ones and a long one, asked for last."""
     groups = [SimulatedGroup(({ROLLOUT: size},)) for size in (10.0, 10.0, 10.0, 30.0)]
     slots, machine = (
         SlotPool(1, (ROLLOUT,), {ROLLOUT: 2}),

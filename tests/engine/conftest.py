@@ -56,10 +56,10 @@ def _serving(folder: RunFolder, engines: Sequence[EngineSpec]) -> Iterator[None]
     watch = RunWatch(folder.run_id)
     processes: list[ManagedProcess] = []
     try:
-        for one in engines:
-            processes.append(_start(folder, one))
+        for engine in engines:
+            processes.append(_start(folder, engine))
         deadline = time.monotonic() + _READY_WITHIN_S
-        while not all(is_healthy(one.socket) for one in engines):
+        while not all(is_healthy(engine.socket) for engine in engines):
             for process in processes:
                 assert process.exit_code is None, process.last_line()
             assert time.monotonic() < deadline, [process.last_line() for process in processes]

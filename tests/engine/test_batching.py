@@ -25,11 +25,11 @@ def test_requests_of_a_kind_share_batches_and_each_gets_its_own_answer() -> None
     batches: list[list[int]] = []
 
     async def work() -> list[Completion]:
-        own = written(batches)
-        return await asyncio.gather(*(own.ask(number) for number in (2, 1, 4, 3, 6, 8)))
+        batcher = written(batches)
+        return await asyncio.gather(*(batcher.ask(number) for number in (2, 1, 4, 3, 6, 8)))
 
     answers = asyncio.run(asyncio.wait_for(work(), 30))
-    assert [one.text for one in answers] == ["2", "1", "4", "3", "6", "8"]
+    assert [completion.text for completion in answers] == ["2", "1", "4", "3", "6", "8"]
     assert sorted(batches) == [[1, 3], [2, 4, 6], [8]]
 
 
@@ -37,9 +37,9 @@ def test_an_error_ends_its_batch_and_not_the_next() -> None:
     batches: list[list[int]] = []
 
     async def work() -> list[Completion | BaseException]:
-        own = written(batches)
+        batcher = written(batches)
         return await asyncio.gather(
-            *(own.ask(number) for number in (13, 1, 2)), return_exceptions=True
+            *(batcher.ask(number) for number in (13, 1, 2)), return_exceptions=True
         )
 
     broken, beside, fine = asyncio.run(asyncio.wait_for(work(), 30))
@@ -50,10 +50,14 @@ def test_an_error_ends_its_batch_and_not_the_next() -> None:
 @pytest.mark.parametrize("cancelled", [0, 1])
 def test_who_stops_waiting_does_not_hold_the_others(cancelled: int) -> None:
     async def work() -> list[str]:
-        own = written([])
-        asked = [asyncio.ensure_future(own.ask(number)) for number in (2, 4)]
+        batcher = written([])
+        requests = [asyncio.ensure_future(batcher.ask(number)) for number in (2, 4)]
         await asyncio.sleep(0)
-        asked[cancelled].cancel()
-        return [(await one).text for number, one in enumerate(asked) if number != cancelled]
+        requests[cancelled].cancel()
+        return [
+            (await request).text
+            for number, request in enumerate(requests)
+            if number != cancelled
+        ]
 
     assert asyncio.run(asyncio.wait_for(work(), 30)) == [str(2 + 2 * (1 - cancelled))]

@@ -249,9 +249,11 @@ def test_a_real_engine_starts_answers_and_leaves_nothing(
         living = watch.look()
         assert len(living) >= 2  # the server and its engine core
         # Only a fork has the environment that the server began with: a spawned core gets what vLLM has added since.
-        own = started_with(process.pid)
+        environment = started_with(process.pid)
         assert [
-            one.pid for one in living if one.pid != process.pid and started_with(one.pid) == own
+            member.pid
+            for member in living
+            if member.pid != process.pid and started_with(member.pid) == environment
         ]
         for member in living:  # all but Python's resource tracker, which removes shared memory
             if "resource_tracker" not in " ".join(member.cmdline()):
@@ -297,7 +299,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_any_argument_comes_from_a_setting() -> None:
-    given = [
+    sets = [
         "engine.args.max_num_seqs=256",
         "engine.args.enable_prefix_caching=false",
         "engine.args.block_size=32",
@@ -309,7 +311,7 @@ def test_any_argument_comes_from_a_setting() -> None:
             "output": "o",
             "rewards": ["exact_answer"],
         },
-        sets=given,
+        sets=sets,
     )
     assert isinstance(config, RunConfig)
     assert config.engine.args == {
@@ -389,7 +391,7 @@ def test_vllm_on_an_h100_takes_every_command_line(chat_model: Path, tmp_path: Pa
     made = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert made.returncode == 0, made.stderr[-2000:]
     configs = json.loads(made.stdout.splitlines()[-1])
-    assert not [one for one in configs.values() if isinstance(one, str)], configs
+    assert not [config for config in configs.values() if isinstance(config, str)], configs
     # Drafts from earlier tokens need vLLM's first runner, which waits for each step; a pooling model has no next step.
     slower = {purpose for purpose, made in configs.items() if not made["asynchronous"]}
     assert slower == {"drafts", REWARD_MODEL}

@@ -89,10 +89,10 @@ def ask(
     async def work() -> tuple[list[list[Completion]], tuple[float, float]]:
         engine = VllmEngine("rollout-0", socket, sampling, request_timeout_s=60)
         before = await counts_of(engine)
-        seats = asyncio.Semaphore(4)
+        limit = asyncio.Semaphore(4)
 
         async def complete(prompt: list[int], seed: int) -> Completion:
-            async with seats:
+            async with limit:
                 return await engine.complete(prompt, seed, greedy=greedy)
 
         answers = []
@@ -140,12 +140,14 @@ def test_sampled_tokens_have_the_distribution_of_the_model_alone(
     )
     places, gaps = list[float](), list[float]()
     for prompt, written in (
-        (prompt, one) for prompt, group in zip(PROMPTS, answers, strict=True) for one in group
+        (prompt, completion)
+        for prompt, group in zip(PROMPTS, answers, strict=True)
+        for completion in group
     ):
-        own = probabilities(loaded, prompt, written, temperature)
+        model_probs = probabilities(loaded, prompt, written, temperature)
         tokens = torch.tensor(written.token_ids).unsqueeze(1)
-        chosen = own.gather(1, tokens).squeeze(1)
-        below = (own.cumsum(-1).gather(1, tokens)).squeeze(1) - chosen
+        chosen = model_probs.gather(1, tokens).squeeze(1)
+        below = (model_probs.cumsum(-1).gather(1, tokens)).squeeze(1) - chosen
         places += (
             below + chosen * torch.rand(len(chosen), generator=source, dtype=torch.double)
         ).tolist()

@@ -52,9 +52,14 @@ def start(command: list[str], model: Path, output: Path, *sets: str) -> subproce
         "--engine": "vllm",
         "--learning-rate": 1e-2,
     }
-    given = [str(word) for option, value in options.items() for word in (option, value)]
-    own = ["dtype=float32", "sampling.dynamic=false", "engine.max_model_len=64", *sets]
-    words = [*command, "grpo", *given, *(word for value in own for word in ("--set", value))]
+    option_words = [str(word) for option, value in options.items() for word in (option, value)]
+    settings = ["dtype=float32", "sampling.dynamic=false", "engine.max_model_len=64", *sets]
+    words = [
+        *command,
+        "grpo",
+        *option_words,
+        *(word for value in settings for word in ("--set", value)),
+    ]
     return subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
@@ -79,10 +84,10 @@ def wait_for_row(output: Path, number: int, run: subprocess.Popen[str]) -> None:
 def process_of(run: subprocess.Popen[str], name: str) -> psutil.Process:
     """The process of this run that has a word like this in its command line: a module, or an engine's socket."""
     below = psutil.Process(run.pid).children(recursive=True)
-    (found,) = [
+    (process,) = [
         child for child in below if any(word.endswith(name) for word in child.cmdline())
     ]
-    return found
+    return process
 
 
 @pytest.mark.slow
@@ -93,23 +98,23 @@ def test_a_run_whose_trainer_and_engine_were_killed_equals_one_in_peace(
     whole, harmed = tmp_path / "whole", tmp_path / "harmed"
     sets = ("engine.count=2", "checkpoint_every=2", "restarts=1")
     run = start(SCRIPTED, model, whole, *sets)
-    shown, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, shown
+    stdout, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, stdout
 
     run = start(SCRIPTED, model, harmed, *sets)
     wait_for_row(harmed, 2, run)
     process_of(run, "ycore.trainer").send_signal(signal.SIGKILL)
     wait_for_row(harmed, 4, run)
     process_of(run, "rollout-0.sock").send_signal(signal.SIGKILL)
-    shown, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, shown
+    stdout, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, stdout
     assert (
-        "trainer ended with killed by SIGKILL" in shown
-        and "resuming from the newest checkpoint (1 of 1)" in shown
+        "trainer ended with killed by SIGKILL" in stdout
+        and "resuming from the newest checkpoint (1 of 1)" in stdout
     )
     assert (
-        "rollout-0 ended with killed by SIGKILL" in shown
-        and "starting it again (1 of 3)" in shown
+        "rollout-0 ended with killed by SIGKILL" in stdout
+        and "starting it again (1 of 3)" in stdout
     )
 
     expected, seen = rows(whole), rows(harmed)
@@ -118,7 +123,8 @@ def test_a_run_whose_trainer_and_engine_were_killed_equals_one_in_peace(
     ]
     assert len({row["loss"] for row in expected}) == len(expected) == STEPS
     assert [
-        sum(row.get("ycore/engine_restarts", 0) for row in one) for one in (expected, seen)
+        sum(row.get("ycore/engine_restarts", 0) for row in run_rows)
+        for run_rows in (expected, seen)
     ] == [0, 1]
     assert {row["ycore/sync_proved"] for row in seen if "ycore/sync_proved" in row} == {1.0}
 
@@ -135,12 +141,12 @@ def test_a_real_engine_that_loses_its_core_in_a_round_is_back_with_the_policys_w
     core = process_of(run, "rollout-0.sock").children(recursive=True)
     for process in core:
         process.send_signal(signal.SIGKILL)
-    shown, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, shown
-    assert "rollout-0 lost its process" in shown and "rollout-0 is back after" in shown
+    stdout, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, stdout
+    assert "rollout-0 lost its process" in stdout and "rollout-0 is back after" in stdout
     seen = rows(output)
     assert [row["step"] for row in seen] == list(range(1, STEPS + 1))
-    assert sum(row["ycore/engine_restarts"] for row in seen) == 1, shown
+    assert sum(row["ycore/engine_restarts"] for row in seen) == 1, stdout
     # At this learning rate an engine with the first weights would be off by far more (test_real_engine).
     assert all(row["ycore/logprob_gap"] < 0.01 for row in seen), [
         row["ycore/logprob_gap"] for row in seen

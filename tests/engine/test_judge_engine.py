@@ -393,17 +393,17 @@ def taught(handle: Callable[[httpx.Request], httpx.Response]) -> tuple[float, ..
 
 
 def test_a_teacher_at_an_address_says_how_likely_the_given_tokens_are() -> None:
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
-        asked.append((request.url.path, json.loads(request.content)))
-        told = [
+        requests.append((request.url.path, json.loads(request.content)))
+        logprobs = [
             None,
             {"6": {"logprob": -9}},
             {"7": {"logprob": -1.5}, "4": {"logprob": -0.1}},
             {"8": {"logprob": -2}},
         ]
-        return httpx.Response(200, json={"choices": [{"prompt_logprobs": told}]})
+        return httpx.Response(200, json={"choices": [{"prompt_logprobs": logprobs}]})
 
     assert taught(handle) == (-1.5, -2)
     body = {
@@ -413,11 +413,11 @@ def test_a_teacher_at_an_address_says_how_likely_the_given_tokens_are() -> None:
         "temperature": 0.0,
         "prompt_logprobs": 0,
     }
-    assert asked == [("/v1/completions", body)]
+    assert requests == [("/v1/completions", body)]
 
 
 @pytest.mark.parametrize(
-    "told",
+    "choice",
     [
         {},
         {"prompt_logprobs": None},
@@ -428,11 +428,11 @@ def test_a_teacher_at_an_address_says_how_likely_the_given_tokens_are() -> None:
         ),
     ],
 )
-def test_an_address_without_a_prompts_probabilities_is_no_teacher(told: Any) -> None:
+def test_an_address_without_a_prompts_probabilities_is_no_teacher(choice: Any) -> None:
     with pytest.raises(QuestionRefused, match="its answer cannot be read"):
-        data = json.dumps({"choices": [told]}).encode()
+        data = json.dumps({"choices": [choice]}).encode()
         taught(lambda request: httpx.Response(200, content=data))
     with pytest.raises(ForeignRefused, match=r"a prompt's tokens .*is a vLLM server"):
-        prompt_logprobs({"choices": [told]}, [5, 6], [7, 8])
+        prompt_logprobs({"choices": [choice]}, [5, 6], [7, 8])
     with pytest.raises(QuestionRefused):
         taught(lambda request: httpx.Response(400, text="too long"))

@@ -47,9 +47,9 @@ def policy(mixture: Path, targets: list[str] | str | None) -> Any:
 def moved(mixture: Path, targets: list[str] | str | None) -> set[str]:
     """The last parts of the names of the checkpoint's weights that another policy has other numbers of."""
     base = load_file(mixture / "model.safetensors")
-    given = dict(engine_weights(policy(mixture, targets), dtype=torch.float32))
-    assert given.keys() == base.keys()
-    names = {name for name, weight in given.items() if not torch.equal(weight, base[name])}
+    exported = dict(engine_weights(policy(mixture, targets), dtype=torch.float32))
+    assert exported.keys() == base.keys()
+    names = {name for name, weight in exported.items() if not torch.equal(weight, base[name])}
     return {name.removesuffix(".weight").rpartition(".")[2] for name in names}
 
 

@@ -105,12 +105,12 @@ def ask(
         await engine.load_weights(model, 0)
         answers = []
         for _ in range(times):
-            asked = [
+            requests = [
                 engine.complete(prompt, completion_seed(0, position, index))
                 for position, prompt in enumerate(PROMPTS)
                 for index in range(8)
             ]
-            answers.append(list(await asyncio.gather(*asked)))
+            answers.append(list(await asyncio.gather(*requests)))
         await engine.close()
         return answers
 
@@ -234,11 +234,13 @@ def train(
         trainer.train()
     finally:
         rounds.close()
-    told = (
+    metric_names = (
         "ycore/logprob_gap",
         "ycore/stale_gap",
     )  # one or the other, by the version that the engine says it holds
-    gaps = [row[name] for row in trainer.state.log_history for name in told if name in row]
+    gaps = [
+        row[name] for row in trainer.state.log_history for name in metric_names if name in row
+    ]
     return gaps, told_version(server)
 
 
@@ -372,11 +374,11 @@ def test_weights_from_the_trainers_memory_are_those_of_files(
             note_weights(policy, folder, dtype=torch.float32, version=version)
         return asyncio.run(work())
 
-    ours, others = send(shared, 1, Counted), send(files, 2, None)
+    from_memory, from_files = send(shared, 1, Counted), send(files, 2, None)
     assert len(counts) > 2 and sum(counts) == len(list(source.weights()))
     assert [file.stat().st_size for file in shared.glob("*.bucket")] == [largest]
-    assert [(one.token_ids, one.logprobs) for one in ours] == [
-        (one.token_ids, one.logprobs) for one in others
+    assert [(completion.token_ids, completion.logprobs) for completion in from_memory] == [
+        (completion.token_ids, completion.logprobs) for completion in from_files
     ]
     for version, (bucket, message) in enumerate(
         [(LeftOut, "1 of"), (AgentExit, r"\d\d of"), (Shrunk, r"\d\d of")], 3
@@ -386,7 +388,9 @@ def test_weights_from_the_trainers_memory_are_those_of_files(
             match=rf"rollout-0: policy version {version}: {message} .* not the trainer's",
         ):
             send(shared, version, bucket)
-    assert [one.logprobs for one in send(shared, 6, Bucket)] != [one.logprobs for one in ours]
+    assert [completion.logprobs for completion in send(shared, 6, Bucket)] != [
+        completion.logprobs for completion in from_memory
+    ]
     assert told_version(server) == "6"
 
 
@@ -452,10 +456,12 @@ def test_adapters_alone_give_what_merged_weights_give(
         size = write_weights(policy, merged, dtype=torch.float32, version=version)
         assert write_adapters(policy, alone, dtype=torch.float32, version=version) < size
         ours, theirs = asyncio.run(ask_both(version))
-        assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
-        for one, other in zip(ours, theirs, strict=True):
-            assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-4)
-        said.append([one.token_ids for one in ours])
+        assert [completion.token_ids for completion in ours] == [
+            completion.token_ids for completion in theirs
+        ]
+        for completion, other in zip(ours, theirs, strict=True):
+            assert logprobs(completion) == pytest.approx(logprobs(other), abs=1e-4)
+        said.append([completion.token_ids for completion in ours])
     assert said[0] != said[1], "the second version says something else"
 
     stale = (alone / "adapter_model.safetensors").read_bytes()
@@ -493,8 +499,8 @@ from openai import OpenAI
 client, messages = OpenAI(), json.loads(os.environ["YCORE_ROW"])["prompt"]
 for _ in range(3):
     said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
-    told = f"{said.content[-1:]} and {len(said.content)}"
-    messages += [said, {"role": "user", "content": told}]
+    answer = f"{said.content[-1:]} and {len(said.content)}"
+    messages += [said, {"role": "user", "content": answer}]
 """
 
 
@@ -510,7 +516,7 @@ def test_the_openai_client_is_answered_as_an_environment_inside_is(
     tokenizer = AutoTokenizer.from_pretrained(model)
     inside = Dialogue(tokenizer, ToolSet((), takes_text=True), actions="template")
     through = Dialogue(tokenizer, ToolSet(()), actions="template", users_answer=True)
-    given: Any = {
+    settings: Any = {
         "model": "m",
         "dataset": "d",
         "output": "run",
@@ -519,9 +525,9 @@ def test_the_openai_client_is_answered_as_an_environment_inside_is(
     where: Any = {"log": tmp_path / "log", "run_id": "t", "run_folder": tmp_path / "run"}
     limits = TurnLimits(3, 200, turn_tokens=24, max_prompt_tokens=50)
     slow: Any = {"call_s": 60, "completion_s": 280}
-    pool = ToolPool(RunConfig(**given, env="world.py:World", turns=slow), **where)
+    pool = ToolPool(RunConfig(**settings, env="world.py:World", turns=slow), **where)
     agents = AgentPool(
-        RunConfig(**given, agent=f"{sys.executable} my_agent.py", turns=slow), **where
+        RunConfig(**settings, agent=f"{sys.executable} my_agent.py", turns=slow), **where
     )
     kinds = [
         MultiTurnWriter(lambda _: inside, pool, limits, pays=False),
@@ -533,7 +539,7 @@ def test_the_openai_client_is_answered_as_an_environment_inside_is(
             server, SamplingParams(max_tokens=24, stop_token_ids=(2, *range(6, 40)))
         )
         await engine.load_weights(model, 0)
-        found = []
+        completions = []
         for kind in kinds:
             played = []
             for position, text in enumerate(("ab", "Go", "9?")):
@@ -541,22 +547,26 @@ def test_the_openai_client_is_answered_as_an_environment_inside_is(
                 start = GroupStart(
                     Draw(position, prompt, inside.prompt_ids(prompt.content)), prompt
                 )
-                one = await kind.write(start, 0, engine.complete, seed=0)
-                played.append(replace(one, prompt_ids=one.prompt_ids or start.draw.token_ids))
-            found.append(played)
+                completion = await kind.write(start, 0, engine.complete, seed=0)
+                played.append(
+                    replace(
+                        completion, prompt_ids=completion.prompt_ids or start.draw.token_ids
+                    )
+                )
+            completions.append(played)
             await kind.close()
         await engine.close()
-        return found
+        return completions
 
     ours, theirs = asyncio.run(play())
-    for one, other in zip(ours, theirs, strict=True):
-        assert (one.prompt_ids, one.token_ids, one.mask) == (
+    for completion, other in zip(ours, theirs, strict=True):
+        assert (completion.prompt_ids, completion.token_ids, completion.mask) == (
             other.prompt_ids,
             other.token_ids,
             other.mask,
         )
-        assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-4)
-    assert max(sum(turn.by_policy for turn in one.turns) for one in ours) == 3
+        assert logprobs(completion) == pytest.approx(logprobs(other), abs=1e-4)
+    assert max(sum(turn.by_policy for turn in completion.turns) for completion in ours) == 3
 
 
 def told_version(server: Path) -> str:
@@ -696,8 +706,10 @@ def test_each_token_of_a_stream_has_its_versions_logprob(
         groups = [group for step in range(5) for group in taken(controller, step)]
     finally:
         controller.close()
-    written = [(group.draw, one) for group in groups for one in group.completions]
-    assert any(len(one.versions) > 1 for _, one in written), "no completion met new weights"
+    written = [(group.draw, completion) for group in groups for completion in group.completions]
+    assert any(len(completion.versions) > 1 for _, completion in written), (
+        "no completion met new weights"
+    )
     for draw, completion in written:
         start = 0
         for end, version in completion.versions:

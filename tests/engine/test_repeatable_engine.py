@@ -62,13 +62,13 @@ def ask(socket: Path, gaps_s: list[float]) -> list[Completion]:
         engine = VllmEngine(
             "rollout-0", socket, SamplingParams(max_tokens=24), request_timeout_s=60
         )
-        asked = []
+        requests = []
         for number, gap in enumerate(gaps_s):
             await asyncio.sleep(gap)
-            asked.append(
+            requests.append(
                 asyncio.create_task(engine.complete(PROMPTS[number % len(PROMPTS)], number))
             )
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*requests)
         await engine.close()
         return answers
 
@@ -83,6 +83,8 @@ def test_answers_do_not_depend_on_what_else_is_in_the_batch(socket: Path) -> Non
         [0.4] * 12,
         [source.choice((0.0, 0.0, 0.0, 0.02, 0.1)) for _ in together],
     ):
-        for number, (own, other) in enumerate(zip(ask(socket, gaps_s), together, strict=False)):
-            assert own.token_ids == other.token_ids, number
-            assert own.logprobs == other.logprobs, number
+        for number, (completion, other) in enumerate(
+            zip(ask(socket, gaps_s), together, strict=False)
+        ):
+            assert completion.token_ids == other.token_ids, number
+            assert completion.logprobs == other.logprobs, number

@@ -76,7 +76,7 @@ def servers(
     config = config_of(model, classifier)
     plans = plan_engines(config, site, fetch=Path).served[1:]
     planned = [engine for plan in plans for engine in plan.engines]
-    assert [(one.name, one.role) for one in planned] == [
+    assert [(engine.name, engine.role) for engine in planned] == [
         ("judge-0", "judge"),
         ("reward-model-0", "reward_model"),
     ]
@@ -99,22 +99,22 @@ def test_a_reward_model_gives_transformers_logits(servers: RunFolder, classifier
 
     tokenizer = AutoTokenizer.from_pretrained(classifier)
     encode = reward_model_encoder(tokenizer)
-    asked = [encode(PROMPT, text) for text in TEXTS]
+    inputs = [encode(PROMPT, text) for text in TEXTS]
 
     async def logits() -> list[float]:
         engine = VllmRewardModel(
             "reward-model-0", servers.socket("reward-model-0"), request_timeout_s=60
         )
-        told = await asyncio.gather(*(engine.logit(ids) for ids in asked))
+        values = await asyncio.gather(*(engine.logit(ids) for ids in inputs))
         await engine.close()
-        return list(told)
+        return list(values)
 
     ours = run(logits())
     reference = AutoModelForSequenceClassification.from_pretrained(
         classifier, dtype=torch.float32
     ).eval()
     with torch.inference_mode():
-        theirs = [float(reference(torch.tensor([ids])).logits[0, 0]) for ids in asked]
+        theirs = [float(reference(torch.tensor([ids])).logits[0, 0]) for ids in inputs]
     print(f"vLLM {ours}, transformers {theirs}")
     assert ours == pytest.approx(theirs, abs=2e-5)
     assert len(set(theirs)) == len(TEXTS), "texts that cannot be told apart prove nothing"
@@ -149,20 +149,20 @@ def test_a_judges_label_probabilities_are_the_models_own(
 
     def is_plain(reply: Reply) -> bool:
         """Without escapes, and without special tokens, which a random model writes and the text leaves out."""
-        told = "".join(token.text for token in reply.tokens or ())
-        return has_ended(reply) and "\\" not in reply.text and told.startswith(reply.text)
+        token_text = "".join(token.text for token in reply.tokens or ())
+        return has_ended(reply) and "\\" not in reply.text and token_text.startswith(reply.text)
 
     whole = [reply for reply in run(ask()) if is_plain(reply)]
     assert whole, "at least one of them came to its end"
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
-    asked = tokenizer.apply_chat_template(
+    prompt_ids = tokenizer.apply_chat_template(
         question, add_generation_prompt=True, return_dict=False
     )
     for reply in whole:
         before = reply.text[: reply.text.rindex('"', 0, reply.text.rindex('"')) + 1]
         with torch.inference_mode():
-            ids = torch.tensor([asked + tokenizer.convert_tokens_to_ids(list(before))])
+            ids = torch.tensor([prompt_ids + tokenizer.convert_tokens_to_ids(list(before))])
             logits = reference(ids).logits[0, -1]
         expected = float(torch.sigmoid(logits[a] - logits[b]))
         assert read_value(judge, reply, code=json.loads(reply.text)["code"]) == pytest.approx(
@@ -184,11 +184,11 @@ def test_structured_output_holds_a_judge_to_its_json(servers: RunFolder, model: 
 
     async def ask() -> list[Reply]:
         engine = judge_engine(servers)
-        asked = (
+        requests = (
             engine.ask(judge, Questioner(judge).pointwise(PROMPT, text, key=text), seed=n)
             for n, text in enumerate(TEXTS)
         )
-        replies = await asyncio.gather(*asked)
+        replies = await asyncio.gather(*requests)
         await engine.close()
         return replies
 

@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
     pytest.mark.skipif(
-        "ycore" not in {one.name for one in entry_points(group="vllm.general_plugins")},
+        "ycore" not in {plugin.name for plugin in entry_points(group="vllm.general_plugins")},
         reason="ycore was installed before it had a plugin for vLLM; install it again",
     ),
 ]
@@ -50,11 +50,16 @@ def prompts_of(sight: Sight) -> list[Prompt]:
         sight.store.put(png_of(Pillow.new("RGB", size, name)), "")
         for name, size in sizes.items()
     )
-    one, two = f"Which is {IMAGE_MARK}?", f"{IMAGE_MARK}{IMAGE_MARK} alike?"
-    asked = [(one, (red,)), (one, (blue,)), (two, (red, lime)), ("Which?", ())]
+    one_picture, two_pictures = f"Which is {IMAGE_MARK}?", f"{IMAGE_MARK}{IMAGE_MARK} alike?"
+    questions = [
+        (one_picture, (red,)),
+        (one_picture, (blue,)),
+        (two_pictures, (red, lime)),
+        ("Which?", ()),
+    ]
     return [
         Prompt(row, [{"role": "user", "content": text}], {}, images)
-        for row, (text, images) in enumerate(asked)
+        for row, (text, images) in enumerate(questions)
     ]
 
 
@@ -124,10 +129,11 @@ def test_what_vllm_sees_is_what_the_trainer_sees(
             await engine.load_weights(tmp_path / "sent", version)
             completions = await written(engine, sight, prompts)
             assert engine.verified_share == 1.0
-            assert not any(set(one.token_ids) & set(never) for one in completions)
+            assert not any(set(completion.token_ids) & set(never) for completion in completions)
             gaps = [
-                logprobs(model, sight, prompt, one.token_ids) - torch.tensor(one.logprobs)
-                for prompt, one in zip(prompts * 4, completions, strict=True)
+                logprobs(model, sight, prompt, completion.token_ids)
+                - torch.tensor(completion.logprobs)
+                for prompt, completion in zip(prompts * 4, completions, strict=True)
             ]
             gap = max(gap.abs().max() for gap in gaps)
             assert gap < 0.001, gap
@@ -204,14 +210,14 @@ def test_a_judge_that_is_served_sees(
         store.url(store.put(png_of(Pillow.new("RGB", (12, 9), name)), "").sha256)
         for name in ("red", "blue", "red")
     ]
-    asked = [
-        with_pictures([{"role": "user", "content": "Is it red?"}], shown)
-        for shown in ([], *([url] for url in urls))
+    questions = [
+        with_pictures([{"role": "user", "content": "Is it red?"}], pictures)
+        for pictures in ([], *([url] for url in urls))
     ]
 
     async def work() -> list[Reply]:
         client = VllmJudge("rollout-0", spec.socket, request_timeout_s=60)
-        replies = [await client.ask(judge, question, seed=0) for question in asked]
+        replies = [await client.ask(judge, question, seed=0) for question in questions]
         await client.close()
         return replies
 

@@ -108,13 +108,13 @@ def test_a_request_in_flight_counts_once_where_a_lost_engine_comes_back(socket: 
 
     async def work(seen: list[str]) -> Any:
         server = Server("rollout-0", socket, request_timeout_s=60)
-        asked = asyncio.ensure_future(server.request("POST", "/v1/completions"))
+        request = asyncio.ensure_future(server.request("POST", "/v1/completions"))
         while "POST /v1/completions" not in seen:
             await asyncio.sleep(0.01)
         link = socket.with_suffix(".link")
         link.symlink_to(back)
         link.replace(socket)
-        assert await asked is None
+        assert await request is None
         await server.request("POST", "/later")
         await server.close()
 
@@ -144,8 +144,8 @@ def test_as_many_requests_are_in_flight_as_the_machine_allows(socket: Path) -> N
     async def work() -> None:
         server = Server("rollout-0", socket, request_timeout_s=60)
         async with await asyncio.start_unix_server(answer, socket, backlog=num_requests):
-            asked = (server.request("POST", "/v1/completions") for _ in range(num_requests))
-            assert await asyncio.gather(*asked) == [None] * num_requests
+            requests = (server.request("POST", "/v1/completions") for _ in range(num_requests))
+            assert await asyncio.gather(*requests) == [None] * num_requests
         await server.close()
 
     usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -30,8 +30,12 @@ def test_a_family_reads_several_pictures_other_sizes_and_none(
         store.put(png_of(Pillow.new("RGB", size, name)), "")
         for name, size in (("red", (40, 40)), ("blue", (40, 40)), ("lime", (90, 50)))
     )
-    one, two = f"{IMAGE_MARK}?", f"{IMAGE_MARK}{IMAGE_MARK} alike?"
-    prompts = [ask(0, one, red), ask(1, "No picture?"), ask(2, two, blue, wide)]
+    one_picture, two_pictures = f"{IMAGE_MARK}?", f"{IMAGE_MARK}{IMAGE_MARK} alike?"
+    prompts = [
+        ask(0, one_picture, red),
+        ask(1, "No picture?"),
+        ask(2, two_pictures, blue, wide),
+    ]
     batch = sight.inputs(prompts)
     for prompt, ids, mask in zip(
         prompts, batch["input_ids"], batch["attention_mask"], strict=True
@@ -40,7 +44,7 @@ def test_a_family_reads_several_pictures_other_sizes_and_none(
         short = sight.short_ids(prompt)
         assert (short == sight.prompt_ids(prompt)) == (not prompt.images)
     assert "pixel_values" not in sight.inputs(prompts[1:2])
-    other = sight.inputs([ask(0, one, blue)])
+    other = sight.inputs([ask(0, one_picture, blue)])
     seen = sight.inputs(prompts[:1])
     assert torch.equal(seen["input_ids"], other["input_ids"])
     assert not torch.equal(seen["pixel_values"], other["pixel_values"])

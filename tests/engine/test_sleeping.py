@@ -150,8 +150,8 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serving:
     monkeypatch.chdir(tmp_path)  # a socket's path must be short
 
     def run(work: Callable[[VllmEngine], Any]) -> list[str]:
-        asked: list[str] = []
-        told = {
+        routes: list[str] = []
+        answers = {
             "/weight_info": {"weight_version": "3"},
             "/collective_rpc": {"results": [[["norm.weight", 0, 0, 2, 5, 6]]]},
         }
@@ -166,8 +166,8 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serving:
                     body = json.loads(await reader.readexactly(length)) if length else {}
                     path = line.split()[1].decode()
                     if path != "/health":
-                        asked.append(path + (f" {body['method']}" if "method" in body else ""))
-                    answer = json.dumps(told.get(path)).encode()
+                        routes.append(path + (f" {body['method']}" if "method" in body else ""))
+                    answer = json.dumps(answers.get(path)).encode()
                     writer.write(
                         b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answer) + answer
                     )
@@ -191,7 +191,7 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serving:
                 server.close()
 
         asyncio.run(asyncio.wait_for(all_of_it(), 20))
-        return asked
+        return routes
 
     return run
 
@@ -285,8 +285,8 @@ def run_with_devices(place: Path, name: str, *sets: str) -> str:
         "--learning-rate": 1e-2,
     }
     words = [str(word) for option, value in options.items() for word in (option, value)]
-    own = ["dtype=float32", "sampling.dynamic=false", "engine.max_model_len=64", *sets]
-    words += [word for value in own for word in ("--set", value)]
+    settings = ["dtype=float32", "sampling.dynamic=false", "engine.max_model_len=64", *sets]
+    words += [word for value in settings for word in ("--set", value)]
     command = [
         sys.executable,
         "-c",
@@ -322,9 +322,9 @@ def rests(output: Path, engine: str) -> list[str]:
 @pytest.mark.verify
 @pytest.mark.parametrize("placement", ["split:1:1", "dynamic"])
 def test_a_run_whose_engines_sleep_learns_the_same(place: Path, placement: str) -> None:
-    shown = run_with_devices(place, placement.partition(":")[0], f"placement={placement}")
+    output = run_with_devices(place, placement.partition(":")[0], f"placement={placement}")
     awake, asleep = place / "awake", place / placement.partition(":")[0]
-    assert "engines sleep while the trainer trains" in shown
+    assert "engines sleep while the trainer trains" in output
     expected, seen = rows(awake), rows(asleep)
     assert [{key: row[key] for key in SAME} for row in seen] == [
         {key: row[key] for key in SAME} for row in expected

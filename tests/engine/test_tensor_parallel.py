@@ -68,8 +68,8 @@ def engines(
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     modules = tmp_path_factory.mktemp("modules")
     (modules / "skipping.py").write_text(SKIPS)
-    one = cpu_engine(folder, model, max_model_len=64)
-    two = cpu_engine(
+    one_worker = cpu_engine(folder, model, max_model_len=64)
+    two_workers = cpu_engine(
         folder, model, max_model_len=64, name="rollout-1", socket=folder.socket("rollout-1"), cores=tuple(CORES),
         tensor_parallel=2,
     )  # fmt: skip
@@ -78,8 +78,8 @@ def engines(
         patch.setitem(
             commands._ROLE_OPTIONS[ROLLOUT], "--worker-extension-cls", "skipping.SkippingWorker"
         )
-        with serve(folder, [one, two]):
-            yield [one.socket, two.socket]
+        with serve(folder, [one_worker, two_workers]):
+            yield [one_worker.socket, two_workers.socket]
 
 
 def send(
@@ -117,11 +117,11 @@ def test_two_workers_are_one_policy_and_a_skipped_shard_is_found(
     moved = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in first.items()}
     answers = []
     for version, tensors in enumerate((first, moved)):
-        one, two = send(engines, tmp_path, tensors, version)
-        assert [completion.token_ids for completion in two] == [
-            completion.token_ids for completion in one
+        of_one_worker, of_two_workers = send(engines, tmp_path, tensors, version)
+        assert [completion.token_ids for completion in of_two_workers] == [
+            completion.token_ids for completion in of_one_worker
         ]
-        pairs = zip(one, two, strict=True)
+        pairs = zip(of_one_worker, of_two_workers, strict=True)
         gap = max(
             abs(a - b)
             for x, y in pairs
@@ -129,8 +129,10 @@ def test_two_workers_are_one_policy_and_a_skipped_shard_is_found(
         )
         print(f"version {version}: largest difference of a log-probability {gap:.2g}")
         assert gap < 5e-5
-        answers.append(two)
-    assert [one.logprobs for one in answers[0]] != [one.logprobs for one in answers[1]]
+        answers.append(of_two_workers)
+    assert [completion.logprobs for completion in answers[0]] != [
+        completion.logprobs for completion in answers[1]
+    ]
     (tmp_path / "skip").touch()
     with pytest.raises(
         SyncError,

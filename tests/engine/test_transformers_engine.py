@@ -42,7 +42,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 def complete(
     parts: tuple[Any, Any],
     sampling: SamplingParams,
-    asked: Sequence[tuple[list[int], int]],
+    requests: Sequence[tuple[list[int], int]],
     *,
     version: int = 0,
 ) -> list[Completion]:
@@ -51,7 +51,7 @@ def complete(
         await engine.wait_ready(timeout_s=1)
         await engine.load_weights(Path("/nowhere"), version)
         answers = await asyncio.gather(
-            *(engine.complete(prompt, seed) for prompt, seed in asked)
+            *(engine.complete(prompt, seed) for prompt, seed in requests)
         )
         await engine.close()
         return list(answers)
@@ -74,9 +74,9 @@ def test_the_generators_of_other_devices_are_left_alone(
 
 
 def test_completions_have_the_shape_of_an_engines(parts: tuple[Any, Any]) -> None:
-    asked = [(prompt, seed) for prompt in PROMPTS for seed in range(8)]
+    requests = [(prompt, seed) for prompt in PROMPTS for seed in range(8)]
     completions = complete(
-        parts, SamplingParams(max_tokens=12, stop_token_ids=ENDS), asked, version=3
+        parts, SamplingParams(max_tokens=12, stop_token_ids=ENDS), requests, version=3
     )
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
     for completion in completions:
@@ -155,8 +155,8 @@ def test_a_failed_batch_fails_everyone_in_it_and_no_other(
 
     async def work() -> list[Any]:
         engine = TransformersEngine(*parts, SamplingParams(max_tokens=4))
-        asked = [engine.complete(prompt, 0) for prompt in ([9], [10_000], [8], [7])]
-        return await asyncio.gather(*asked, return_exceptions=True)
+        requests = [engine.complete(prompt, 0) for prompt in ([9], [10_000], [8], [7])]
+        return await asyncio.gather(*requests, return_exceptions=True)
 
     answers = asyncio.run(asyncio.wait_for(work(), 60))
     assert [isinstance(answer, IndexError) for answer in answers] == [True, True, False, False]
@@ -177,13 +177,13 @@ def test_pictures_are_seen_and_never_written(tmp_path: Path) -> None:
         sight.store.put(png_of(Pillow.new("RGB", (8, 8), name)), "") for name in ("red", "blue")
     ]
     chat = [{"role": "user", "content": f"{IMAGE_MARK}What?"}]
-    prompts = [Prompt(0, chat, {}, (one,)) for one in pictures]
+    prompts = [Prompt(0, chat, {}, (picture,)) for picture in pictures]
 
     async def work() -> list[Completion]:
         engine = TransformersEngine(model, tokenizer, SamplingParams(max_tokens=6), sight)
         seen = [
-            engine.complete(sight.prompt_ids(one), 0, greedy=True, prompt=one)
-            for one in prompts
+            engine.complete(sight.prompt_ids(prompt), 0, greedy=True, prompt=prompt)
+            for prompt in prompts
         ]
         return list(await asyncio.gather(*seen, engine.complete(PROMPTS[0], 0, greedy=True)))
 

@@ -83,11 +83,14 @@ SUMS = {
     "k_proj.weight": TensorSums(300, 8, rows=2**64 - 1, columns=4),
     "norm.weight": TensorSums(100, 2, rows=5, columns=6),
 }
-HELD = [[name, 0, 0, one.width, one.rows, one.columns] for name, one in SUMS.items()]
+HELD = [[name, 0, 0, sums.width, sums.rows, sums.columns] for name, sums in SUMS.items()]
 
 
-async def says_version(told: str, path: str, held: object = HELD) -> tuple[int, bytes]:
-    answers = {"/weight_info": {"weight_version": told}, "/collective_rpc": {"results": [held]}}
+async def says_version(version: str, path: str, pieces: object = HELD) -> tuple[int, bytes]:
+    answers = {
+        "/weight_info": {"weight_version": version},
+        "/collective_rpc": {"results": [pieces]},
+    }
     return 200, json.dumps(answers[path]).encode() if path in answers else b""
 
 
@@ -106,12 +109,12 @@ def sync(
     return asyncio.run(work())
 
 
-@pytest.mark.parametrize("told", ["2", "4", "", "default"])
+@pytest.mark.parametrize("version", ["2", "4", "", "default"])
 def test_an_engine_that_names_another_version_is_a_sync_error(
-    socket: Path, weights: Path, told: str
+    socket: Path, weights: Path, version: str
 ) -> None:
-    with pytest.raises(SyncError, match=f"rollout-7: holds policy version {told}, not 3"):
-        sync(socket, weights, lambda path: says_version(told, path))
+    with pytest.raises(SyncError, match=f"rollout-7: holds policy version {version}, not 3"):
+        sync(socket, weights, lambda path: says_version(version, path))
 
 
 @pytest.mark.parametrize("num_refusals", [2, 1000])
@@ -155,7 +158,7 @@ def test_a_tensor_that_the_engine_cannot_tell_of_is_refused_unless_that_is_accep
 
 
 @pytest.mark.parametrize(
-    ("held", "said"),
+    ("pieces", "said"),
     [
         (
             [[*HELD[0][:4], 4, 1], [*HELD[1][:4], 1, 2], HELD[2]],
@@ -168,10 +171,10 @@ def test_a_tensor_that_the_engine_cannot_tell_of_is_refused_unless_that_is_accep
     ],
 )
 def test_sums_that_are_not_the_trainers_are_a_sync_error(
-    socket: Path, weights: Path, held: object, said: str
+    socket: Path, weights: Path, pieces: object, said: str
 ) -> None:
     with pytest.raises(SyncError, match=f"rollout-7: policy version 3: .*{said}"):
-        sync(socket, weights, lambda path: says_version("3", path, held))
+        sync(socket, weights, lambda path: says_version("3", path, pieces))
 
 
 @pytest.mark.parametrize(
@@ -275,11 +278,11 @@ def test_a_server_that_closes_every_connection_is_given_up_at_the_deadline(
     socket: Path,
 ) -> None:
     """At /health too, so that it is not known to be back; and its process stays the one it was."""
-    asked: list[str] = []
+    paths: list[str] = []
 
     async def answers(path: str) -> tuple[int, bytes]:
-        asked.append(path)
-        if asked == ["/health"]:
+        paths.append(path)
+        if paths == ["/health"]:
             return 200, b""
         raise ConnectionResetError
 
@@ -292,7 +295,7 @@ def test_a_server_that_closes_every_connection_is_given_up_at_the_deadline(
             await engine.close()
 
     asyncio.run(asyncio.wait_for(work(), 20))
-    assert asked.count("/v1/completions") == 1 and asked.count("/health") > 2
+    assert paths.count("/v1/completions") == 1 and paths.count("/health") > 2
 
 
 def test_waiting_ends_when_the_engine_comes_or_the_time_is_over(socket: Path) -> None:

@@ -133,9 +133,11 @@ def test_tokens_come_as_often_as_they_are_likely(sampler: stock.TopKTopPSampler)
     """60,000 draws against 5 probabilities: chi-square with 4 degrees of freedom, 23.5 at one in 10,000."""
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.045, 0.005])
     counts, draws = torch.zeros(5), 60_000
-    own = generators(*range(500))
+    request_generators = generators(*range(500))
     for _ in range(draws // 500):
-        tokens, _ = sampler.forward(probabilities.log().expand(500, 5).clone(), own, None, None)
+        tokens, _ = sampler.forward(
+            probabilities.log().expand(500, 5).clone(), request_generators, None, None
+        )
         counts += torch.bincount(tokens, minlength=5)
     expected = probabilities * draws
     assert float(((counts - expected) ** 2 / expected).sum()) < 23.5
@@ -151,8 +153,11 @@ def test_a_draw_is_a_function_of_its_own_seed(sampler: stock.TopKTopPSampler) ->
 
 
 def test_a_request_draws_anew_for_every_token(sampler: stock.TopKTopPSampler) -> None:
-    own = generators(1)
-    drawn = {int(sampler.forward(torch.zeros(1, 1000), own, None, None)[0]) for _ in range(20)}
+    request_generators = generators(1)
+    drawn = {
+        int(sampler.forward(torch.zeros(1, 1000), request_generators, None, None)[0])
+        for _ in range(20)
+    }
     assert len(drawn) > 15
 
 
@@ -427,9 +432,9 @@ def test_the_experts_of_two_workers_add_up(divides_experts: bool) -> None:
 
     workers = [worker(0), worker(1)]
     sent = {name: tensor_sums(tensor) for name, tensor in tensors.items()}
-    pieces = [piece for one in workers for piece in expert_pieces(one)]
+    pieces = [piece for layer in workers for piece in expert_pieces(layer)]
     assert check_read_back(sent, pieces) == 1.0
     workers[1].w2_weight[1, 0, 0] += 1
-    pieces = [piece for one in workers for piece in expert_pieces(one)]
+    pieces = [piece for layer in workers for piece in expert_pieces(layer)]
     with pytest.raises(SyncError, match="1 of 12 tensors are not the trainer's"):
         check_read_back(sent, pieces)

@@ -45,8 +45,8 @@ def whole(*rows: int) -> list[Part]:
 def held(tensors: dict[str, torch.Tensor]) -> list[Piece]:
     """As an engine keeps and tells them: q, k and v in one matrix."""
     merged = torch.cat([tensors[Q], tensors[K], tensors[V]])
-    others = [piece(name, tensors[name]) for name in (O_PROJ, NEXT, NORM)]
-    return [*pieces_of([Q, K, V], part_sums(merged, whole(48, 16, 16))), *others]
+    separate = [piece(name, tensors[name]) for name in (O_PROJ, NEXT, NORM)]
+    return [*pieces_of([Q, K, V], part_sums(merged, whole(48, 16, 16))), *separate]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,9 +55,9 @@ def test_what_was_sent_is_verified(dtype: torch.dtype) -> None:
 
 
 def swapped(
-    one: str, other: str
+    name: str, other: str
 ) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    return lambda tensors: {**tensors, one: tensors[other], other: tensors[one]}
+    return lambda tensors: {**tensors, name: tensors[other], other: tensors[name]}
 
 
 def changed(
@@ -70,16 +70,16 @@ def changed(
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        (changed(O_PROJ, lambda one: one[torch.randperm(32)]), [O_PROJ]),
-        (changed(O_PROJ, lambda one: one.roll(1, 0)), [O_PROJ]),
-        (changed(O_PROJ, lambda one: one[:, torch.randperm(32)]), [O_PROJ]),
-        (changed(O_PROJ, lambda one: one.roll(8, 1)), [O_PROJ]),
-        (changed(O_PROJ, lambda one: one.T), [O_PROJ]),
-        (changed(NORM, lambda one: one.flip(0)), [NORM]),
-        (changed(K, lambda one: one.view(2, 8, 32).flip(0).reshape(16, 32)), [K]),
+        (changed(O_PROJ, lambda weight: weight[torch.randperm(32)]), [O_PROJ]),
+        (changed(O_PROJ, lambda weight: weight.roll(1, 0)), [O_PROJ]),
+        (changed(O_PROJ, lambda weight: weight[:, torch.randperm(32)]), [O_PROJ]),
+        (changed(O_PROJ, lambda weight: weight.roll(8, 1)), [O_PROJ]),
+        (changed(O_PROJ, lambda weight: weight.T), [O_PROJ]),
+        (changed(NORM, lambda weight: weight.flip(0)), [NORM]),
+        (changed(K, lambda weight: weight.view(2, 8, 32).flip(0).reshape(16, 32)), [K]),
         (swapped(K, V), [K, V]),
         (swapped(O_PROJ, NEXT), [O_PROJ, NEXT]),
-        (changed(Q, lambda one: torch.cat([one[16:32], one[:16], one[32:]])), [Q]),
+        (changed(Q, lambda weight: torch.cat([weight[16:32], weight[:16], weight[32:]])), [Q]),
     ],
     ids=[
         "rows permuted",
@@ -203,7 +203,7 @@ def test_what_is_told_twice_of_one_place_must_be_equal() -> None:
     )
     for both in ([new, old], [old, new]):
         with pytest.raises(SyncError, match=r"1 of 1 tensors .*embed\.weight"):
-            check_read_back(sent, [piece("embed.weight", one) for one in both])
+            check_read_back(sent, [piece("embed.weight", tensor) for tensor in both])
 
 
 def test_a_checkpoints_merged_tensor_is_known_by_all_of_its_parts() -> None:
@@ -233,13 +233,13 @@ def test_one_verified_tensor_does_not_speak_for_the_others() -> None:
 def test_the_share_is_the_lesser_one_of_tensors_and_of_bytes() -> None:
     tensors = made()
     sent = sums_of(tensors)
-    told = [one for one in held(tensors) if one[0] != NORM]
+    pieces = [entry for entry in held(tensors) if entry[0] != NORM]
     with pytest.raises(
         SyncError,
         match=r"5 of 6 tensors \(99\.3% of the bytes\).* take --engine transformers$",
     ):
-        check_read_back(sent, told)
-    assert check_read_back(sent, told, at_least=0.833) == pytest.approx(5 / 6)
+        check_read_back(sent, pieces)
+    assert check_read_back(sent, pieces, at_least=0.833) == pytest.approx(5 / 6)
     assert check_read_back(sent, [], at_least=0.0) == 0.0
 
 

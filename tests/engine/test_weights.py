@@ -53,19 +53,19 @@ def policy(checkpoint: Path, *, lora: bool, dtype: torch.dtype = torch.float32) 
 def test_names_are_the_checkpoints_own(checkpoint: Path, lora: bool) -> None:
     with safe_open(checkpoint / "model.safetensors", "pt") as file:
         names = set(file.keys())
-    given = dict(engine_weights(policy(checkpoint, lora=lora), dtype=torch.float32))
-    assert set(given) == names
-    assert "lm_head.weight" not in given  # tied to the embedding, written once
+    exported = dict(engine_weights(policy(checkpoint, lora=lora), dtype=torch.float32))
+    assert set(exported) == names
+    assert "lm_head.weight" not in exported  # tied to the embedding, written once
 
 
 def test_merged_adapters_equal_pefts_own_merge(checkpoint: Path) -> None:
     model = policy(checkpoint, lora=True)
-    given = dict(engine_weights(model, dtype=torch.float32))
+    exported = dict(engine_weights(model, dtype=torch.float32))
     merged = copy.deepcopy(model).merge_and_unload().state_dict()
     base = load_file(checkpoint / "model.safetensors")
-    for name, weight in given.items():
+    for name, weight in exported.items():
         assert (weight - merged[name]).abs().max() <= 1e-6
-    moved = [name for name, weight in given.items() if not torch.equal(weight, base[name])]
+    moved = [name for name, weight in exported.items() if not torch.equal(weight, base[name])]
     assert len(moved) == 14 and all(
         "proj" in name for name in moved
     )  # seven linear layers in each of two
@@ -142,10 +142,10 @@ def test_an_adapter_of_the_embedding_is_merged(tmp_path: Path) -> None:
         init_lora_weights=False,
     )
     model: Any = get_peft_model(AutoModelForCausalLM.from_config(config), lora)
-    given = dict(engine_weights(model, dtype=torch.float32))
+    exported = dict(engine_weights(model, dtype=torch.float32))
     merged = model.merge_and_unload().state_dict()
-    assert given.keys() == merged.keys()
-    for name, weight in given.items():
+    assert exported.keys() == merged.keys()
+    for name, weight in exported.items():
         torch.testing.assert_close(weight, merged[name], rtol=0, atol=1e-6)
 
 
@@ -170,7 +170,7 @@ def test_adapters_alone_add_up_to_what_is_merged(checkpoint: Path, tmp_path: Pat
         torch.testing.assert_close(weight, merged[name], rtol=0, atol=1e-6)
     assert len(sent) == 2 * 14
     assert read_manifest(tmp_path, version=7) == {
-        name: tensor_sums(one) for name, one in (base | sent).items()
+        name: tensor_sums(tensor) for name, tensor in (base | sent).items()
     }
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (8, 8)
@@ -211,8 +211,10 @@ def stored_in(folder: Path) -> dict[str, torch.Tensor]:
 def test_untied_embeddings_are_both_written(tmp_path: Path, checkpoint: Path) -> None:
     config = AutoModelForCausalLM.from_pretrained(checkpoint).config
     config.tie_word_embeddings = False
-    given = dict(engine_weights(AutoModelForCausalLM.from_config(config), dtype=torch.float32))
-    assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(given)
+    exported = dict(
+        engine_weights(AutoModelForCausalLM.from_config(config), dtype=torch.float32)
+    )
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(exported)
 
 
 def test_weights_are_written_in_the_engines_dtype(checkpoint: Path, tmp_path: Path) -> None:
@@ -264,8 +266,8 @@ def test_of_a_base_in_4_bits_what_the_trainer_computes_with_is_sent(
         merged = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         assert not hasattr(merged.config, "quantization_config")
         gap, unrounded = (
-            float((one(input_ids=ids).logits - expected).abs().mean())
-            for one in (merged, exact)
+            float((network(input_ids=ids).logits - expected).abs().mean())
+            for network in (merged, exact)
         )
     print(f"mean gap of logits {gap:.2g}; with a base that was not rounded {unrounded:.2g}")
     assert gap < 0.005 and unrounded > 4 * gap

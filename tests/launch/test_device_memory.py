@@ -34,7 +34,7 @@ ONE_24 = replace(TWO_24, devices=("0",))
 SLICES = Machine(tuple(range(16)), ("MIG-a", "MIG-b"), 10e9, host_bytes=64e9, shm_bytes=32e9)
 WSL2 = Machine(
     tuple(range(16)), ("0",), 12.0 * GIB, 10.5 * GIB, host_bytes=32e9, shm_bytes=16e9
-)  # a screen has some
+)  # a screen takes the rest
 HALF, THREE, SEVEN, EIGHT, FOURTEEN = (
     "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B",
     "Qwen/Qwen2.5-14B-Instruct",
@@ -53,7 +53,7 @@ def config_of(
     if judge is not None:
         args = {"rubric": "right?", "verdict": {"kind": "score"}, "model": judge}
         rewards.append(RewardConfig(reward="judge:mine", args=args))
-    told = {
+    settings = {
         "model": model,
         "dataset": "task:addition",
         "output": "o",
@@ -61,7 +61,7 @@ def config_of(
         **more,
     }
     kind = DistillConfig if more.get("algorithm") == "distill" else RunConfig
-    return kind(engine=EngineSettings(**(engine or {})), **told)
+    return kind(engine=EngineSettings(**(engine or {})), **settings)
 
 
 def site_on(config: RunConfig, machine: Machine, *, trains: bool = True) -> Site:
@@ -88,7 +88,7 @@ def plan(
 
 def share_of(made: EnginePlan, role: str = "rollout") -> float:
     return next(
-        one.engines[0].gpu_memory_utilization for one in made.served if one.role == role
+        model.engines[0].gpu_memory_utilization for model in made.served if model.role == role
     )
 
 
@@ -128,8 +128,10 @@ def test_what_fits_together_stays_awake_and_what_does_not_sleeps(tmp_path: Path)
         "engines stay awake beside the trainer, and the optimizer's state stays on the device"
     )
     assert large.sleeps and "engines sleep while the trainer trains" in large.note
-    told = plan(config_of(HALF, engine={"sleep": True, "offload": "weights"}), ONE_80, tmp_path)
-    assert told.sleeps and told.as_json()["offload"] == "weights"
+    forced = plan(
+        config_of(HALF, engine={"sleep": True, "offload": "weights"}), ONE_80, tmp_path
+    )
+    assert forced.sleeps and forced.as_json()["offload"] == "weights"
 
 
 def test_only_what_has_to_leaves_the_device(tmp_path: Path) -> None:
@@ -155,13 +157,13 @@ def test_eight_devices_with_a_judge(tmp_path: Path) -> None:
     made, site = plan(config, H100, tmp_path), site_on(config, H100)
     assert made.sleeps and 0.35 < share_of(made) < share_of(made, "judge") < 0.95
     specs = [engine for model in made.served for engine in model.engines]
-    assert [[one.name for one in turn] for turn in start_order(specs)] == [
+    assert [[engine.name for engine in turn] for turn in start_order(specs)] == [
         [f"rollout-{n}" for n in range(8)],
         [f"judge-{n}" for n in range(8)],
     ]
-    for one in specs:
-        assert engine_environment(one)["CUDA_VISIBLE_DEVICES"] == one.name[-1]
-        assert "--enable-sleep-mode" in engine_command(one)
+    for engine in specs:
+        assert engine_environment(engine)["CUDA_VISIBLE_DEVICES"] == engine.name[-1]
+        assert "--enable-sleep-mode" in engine_command(engine)
     assert (
         site.layout.local == 8
         and site.trainer_environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
@@ -170,7 +172,7 @@ def test_eight_devices_with_a_judge(tmp_path: Path) -> None:
 
 def test_two_small_devices_share_a_small_model_with_a_judge(tmp_path: Path) -> None:
     made = plan(config_of(HALF, judge=HALF), TWO_24, tmp_path)
-    assert [one.devices for model in made.served for one in model.engines] == [
+    assert [engine.devices for model in made.served for engine in model.engines] == [
         ("0",),
         ("1",),
         ("0",),
@@ -183,7 +185,7 @@ def test_two_small_devices_share_a_small_model_with_a_judge(tmp_path: Path) -> N
 def test_slices_of_a_device_are_devices(tmp_path: Path) -> None:
     config = config_of(HALF, judge=HALF, placement="split:1:1")
     made = plan(config, SLICES, tmp_path)
-    assert [engine_environment(one)["CUDA_VISIBLE_DEVICES"] for one in made.engines] == [
+    assert [engine_environment(engine)["CUDA_VISIBLE_DEVICES"] for engine in made.engines] == [
         "MIG-a",
         "MIG-b",
     ]
@@ -450,7 +452,7 @@ def test_what_ranks_keep_between_steps_is_planned_as_kept() -> None:
 
 
 def test_an_evaluation_writes_as_many_at_once_as_its_engines_do_well(tmp_path: Path) -> None:
-    """They had as many seats as a training step of eight prompts would fill."""
+    """Their `max_num_seqs` was that of a training step of eight prompts."""
     for max_tokens in (256, 4096):
         config = config_of(SEVEN, algorithm="eval", num_samples=1, max_tokens=max_tokens)
         assert plan(config, ONE_24, tmp_path, trains=False).engines[0].max_num_seqs == 256

@@ -67,8 +67,8 @@ def test_the_command_ends_with_1_where_something_is_broken(
     bad = {"name": "x", "ok": False, "value": "broken", "mend": "mend it"}
     monkeypatch.setattr(doctor, "check_imports", lambda: bad)
     assert run(["doctor"]) == 1
-    told = capsys.readouterr().out
-    assert "broken" in told and "mend it" in told and "to mend" in told
+    output = capsys.readouterr().out
+    assert "broken" in output and "mend it" in output and "to mend" in output
 
 
 def test_the_command_ends_with_0_where_nothing_is(
@@ -123,30 +123,30 @@ def test_a_cpu_torch_beside_a_gpu_is_found() -> None:
 
 def lines_of(gpus: list[Gpu], **said: Any) -> dict[str, tuple[bool, str]]:
     return {
-        one["name"]: (one["ok"], one["value"])
-        for one in gpu_checks(gpus, **{"torch_cuda": "13.0", **said})
+        check["name"]: (check["ok"], check["value"])
+        for check in gpu_checks(gpus, **{"torch_cuda": "13.0", **said})
     }
 
 
 def test_each_device_is_listed_with_its_memory() -> None:
-    found = lines_of(
+    checks = lines_of(
         [
             Gpu("0", "GPU-a", "NVIDIA H200", "580.82.07", 140.0, 139.0, (9, 0)),
             Gpu("1", "GPU-b", "GB10", "580.82.07"),
         ]
     )
-    assert found["devices"] == (True, "NVIDIA H200, GB10")
-    assert found["driver"][0] and found["memory of device 0"] == (
+    assert checks["devices"] == (True, "NVIDIA H200, GB10")
+    assert checks["driver"][0] and checks["memory of device 0"] == (
         True,
         "139.0 of 140.0 GiB free",
     )
-    assert "memory of device 1" not in found
+    assert "memory of device 1" not in checks
 
 
 def test_a_driver_that_is_too_old_and_a_full_device_are_named() -> None:
-    found = lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03", 15.0, 3.0, (7, 5))])
-    assert found["driver"] == (False, "535.129.03; torch's CUDA 13.0 needs 580.65.06 or newer")
-    assert not found["memory of device 0"][0]
+    checks = lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03", 15.0, 3.0, (7, 5))])
+    assert checks["driver"] == (False, "535.129.03; torch's CUDA 13.0 needs 580.65.06 or newer")
+    assert not checks["memory of device 0"][0]
     old_cuda = lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03")], torch_cuda="12.6")
     assert old_cuda["driver"][0]
 

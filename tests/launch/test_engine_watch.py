@@ -103,17 +103,17 @@ def test_a_turn_has_one_engine_of_each_device(sockets: Path, folder: RunFolder) 
         ("judge-1", "5"),
         ("judge-2", "4"),
     ]
-    told = [
-        [one.name for one in turn]
-        for turn in start_order([planned(folder, sockets, *one) for one in named])
+    turns = [
+        [engine.name for engine in turn]
+        for turn in start_order([planned(folder, sockets, *words) for words in named])
     ]
-    assert told == [["rollout-0", "rollout-1"], ["judge-0", "judge-1"], ["judge-2"]]
+    assert turns == [["rollout-0", "rollout-1"], ["judge-0", "judge-1"], ["judge-2"]]
     wide = [("rollout-0", "4"), ("rollout-1", "5"), ("judge-0", "45"), ("reward-model-0", "5")]
-    told = [
-        [one.name for one in turn]
-        for turn in start_order([planned(folder, sockets, *one) for one in wide])
+    turns = [
+        [engine.name for engine in turn]
+        for turn in start_order([planned(folder, sockets, *words) for words in wide])
     ]
-    assert told == [["rollout-0", "rollout-1"], ["judge-0"], ["reward-model-0"]]
+    assert turns == [["rollout-0", "rollout-1"], ["judge-0"], ["reward-model-0"]]
 
 
 def test_each_is_asleep_before_the_next_one_of_its_device_starts(
@@ -125,13 +125,13 @@ def test_each_is_asleep_before_the_next_one_of_its_device_starts(
     ]
     said: list[str] = []
     started = start_all(folder, wanted, say=said.append)
-    assert [engine.name for engine in started] == [one.name for one in wanted]
+    assert [engine.name for engine in started] == [spec.name for spec in wanted]
     assert (sockets / "log").read_text().splitlines() == [
         *["rollout-0 starts", "rollout-0 /sleep?level=2"],
         *["judge-0 starts", "judge-0 /sleep?level=1"],
         *["reward-model-0 starts", "reward-model-0 /sleep?level=1"],
     ]
-    levels = [asleep_file(one.socket).read_text() for one in wanted]
+    levels = [asleep_file(spec.socket).read_text() for spec in wanted]
     assert levels == [str(DROP), str(KEEP), str(KEEP)]
     assert EngineWatch(started).are_ready and len(said) == 3
 
@@ -141,7 +141,9 @@ def test_those_that_stay_awake_on_a_device_start_in_turn_too(
 ) -> None:
     """vLLM measures its memory while it starts; what a neighbour takes meanwhile would be counted for it."""
     named = [("rollout-0", "0"), ("rollout-1", "1"), ("judge-0", "0")]
-    started = start_all(folder, [planned(folder, sockets, *one, sleeps=False) for one in named])
+    started = start_all(
+        folder, [planned(folder, sockets, *words, sleeps=False) for words in named]
+    )
     assert all(engine.is_ready for engine in started), "the trainer starts next, and last"
     lines = (sockets / "log").read_text().splitlines()
     assert lines[2] == "judge-0 starts" and sorted(lines[:2]) == [
@@ -169,11 +171,11 @@ def test_one_that_refuses_to_sleep_is_named_with_the_way_out(
 def test_one_that_dies_asleep_is_started_again_when_it_is_woken(
     sockets: Path, folder: RunFolder
 ) -> None:
-    one, said = planned(folder, sockets, "judge-0", "0"), list[str]()
-    engine = LiveEngine(one, folder, health_timeout_s=60.0)
+    spec, said = planned(folder, sockets, "judge-0", "0"), list[str]()
+    engine = LiveEngine(spec, folder, health_timeout_s=60.0)
     watch = EngineWatch([engine], max_restarts=1, start_timeout_s=60, say=said.append)
     until_ready(watch)
-    mark_asleep(one.socket, KEEP)
+    mark_asleep(spec.socket, KEEP)
     first = engine.processes()[0].pid
     os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + 120
@@ -182,7 +184,7 @@ def test_one_that_dies_asleep_is_started_again_when_it_is_woken(
     watch.look()
     watch.check()
     assert engine.find_fault() is None and not engine.processes() and watch.num_restarts == 0
-    asleep_file(one.socket).unlink()
+    asleep_file(spec.socket).unlink()
     watch.look()
     assert watch.num_restarts == 1 and "starting it again (1 of 1)" in said[-1]
     until_ready(watch)
@@ -192,10 +194,10 @@ def test_one_that_dies_asleep_is_started_again_when_it_is_woken(
 def test_a_new_process_is_not_taken_for_one_that_sleeps(
     sockets: Path, folder: RunFolder
 ) -> None:
-    one = planned(folder, sockets, "judge-0", "0")
-    mark_asleep(one.socket, DROP)
-    LiveEngine(one, folder, health_timeout_s=60.0)
-    assert not asleep_file(one.socket).exists()
+    spec = planned(folder, sockets, "judge-0", "0")
+    mark_asleep(spec.socket, DROP)
+    LiveEngine(spec, folder, health_timeout_s=60.0)
+    assert not asleep_file(spec.socket).exists()
 
 
 def until_ready(watch: EngineWatch) -> None:
@@ -211,8 +213,8 @@ def test_the_socket_of_an_engine_elsewhere_may_have_any_name(folder: RunFolder) 
     sockets = folder.root / "at 10:00, 5%"
     options = ssh_command(replace(planned(folder, sockets, "rollout-0"), host="b"))
     options = [*options[: options.index("--")], "-F", "none", "-G", "b"]
-    told = subprocess.run(options, capture_output=True, text=True, check=True).stdout
-    assert f"localforward {sockets / 'rollout-0.host'} /tmp/ycore-" in told
+    settings = subprocess.run(options, capture_output=True, text=True, check=True).stdout
+    assert f"localforward {sockets / 'rollout-0.host'} /tmp/ycore-" in settings
 
 
 def test_a_lost_engine_leads_to_one_that_is_ready_and_on_to_the_next(tmp_path: Path) -> None:

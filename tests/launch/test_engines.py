@@ -103,10 +103,10 @@ def test_engines_sleep_on_devices_alone(machine: Machine, sleep: bool, plan: Pla
 
 
 @pytest.mark.parametrize(
-    ("machine", "what"), [(TWO_CORES, "2 cores"), (TWO_DEVICES, "2 devices")]
+    ("machine", "slots"), [(TWO_CORES, "2 cores"), (TWO_DEVICES, "2 devices")]
 )
-def test_more_engines_than_slots_are_refused(machine: Machine, what: str, plan: Plan) -> None:
-    with pytest.raises(ConfigError, match=f"engine.count 3 is more than the {what}"):
+def test_more_engines_than_slots_are_refused(machine: Machine, slots: str, plan: Plan) -> None:
+    with pytest.raises(ConfigError, match=f"engine.count 3 is more than the {slots}"):
         plan(config_with(engine={"count": 3}), machine)
 
 
@@ -197,7 +197,7 @@ def test_an_engine_of_two_devices_has_neighbours(plan: Plan, tmp_path: Path) -> 
     assert {engine.tensor_parallel for engine in made.engines} == {2} and made.num_slots == 4
     assert "4 engines on devices 0, 1, 2, 3, 4, 5, 6, 7, tensor parallel over 2;" in made.note
     on_cores = plan(config_with(engine={"tensor_parallel": 2}), TWO_CORES)
-    assert [(one.cores, one.tensor_parallel) for one in on_cores.engines] == [
+    assert [(engine.cores, engine.tensor_parallel) for engine in on_cores.engines] == [
         ((0, 1), 2)
     ] and on_cores.num_slots == 1
 
@@ -211,13 +211,13 @@ def test_beside_a_judge_of_four_devices_a_slot_has_four_policy_engines(
     )
     made = plan(judged(4), EIGHT_DEVICES)
     rollouts, judges = (model.engines for model in made.served)
-    assert [one.devices for one in rollouts] == [(device,) for device in "01234567"]
-    assert [one.devices for one in judges] == [tuple("0123"), tuple("4567")]
+    assert [engine.devices for engine in rollouts] == [(device,) for device in "01234567"]
+    assert [engine.devices for engine in judges] == [tuple("0123"), tuple("4567")]
     assert made.num_slots == made.as_json()["num_slots"] == 2
-    assert {one.max_num_seqs for one in rollouts} == {8} and {
-        one.max_num_seqs for one in judges
+    assert {engine.max_num_seqs for engine in rollouts} == {8} and {
+        engine.max_num_seqs for engine in judges
     } == {32}
-    turns_of = [[one.name for one in turn] for turn in start_order([*rollouts, *judges])]
+    turns_of = [[engine.name for engine in turn] for turn in start_order([*rollouts, *judges])]
     assert turns_of == [[f"rollout-{n}" for n in range(8)], ["judge-0", "judge-1"]]
 
 

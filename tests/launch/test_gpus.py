@@ -54,10 +54,10 @@ def install(monkeypatch: pytest.MonkeyPatch, devices: Sequence[Device]) -> None:
         return pynvml.NVML_DEVICE_MIG_ENABLE, pynvml.NVML_DEVICE_MIG_ENABLE
 
     def part(device: Device, index: int) -> Device:
-        found = device.slices[index]
-        if found is None:
+        part_device = device.slices[index]
+        if part_device is None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return found
+        return part_device
 
     answers = {
         "nvmlInit": lambda: None,

@@ -34,10 +34,10 @@ from ycore.run.files import RunFolder
 from ycore.run.claim import Claim
 
 folder = RunFolder(Path(sys.argv[1]))
-held = Claim(folder)
+claim = Claim(folder)
 child = ("import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True); "
          "subprocess.Popen(['sleep', '600'], start_new_session=True, env={}); time.sleep(600)")
-with guarded(folder, held):
+with guarded(folder, claim):
     folder.socket("rollout-0").touch()
     ManagedProcess("worker", [sys.executable, "-c", child], environment=os.environ,
                          run_id=folder.run_id, log=folder.log("worker"))
@@ -63,7 +63,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def processes_of(folder: RunFolder) -> list[psutil.Process]:
     """The run's marked processes, its guardian, and the unmarked grandchildren, which only the test knows."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             marked = process.environ().get(RUN_MARKER) == folder.run_id
@@ -74,8 +74,8 @@ def processes_of(folder: RunFolder) -> list[psutil.Process]:
         except psutil.Error:
             continue
         if (marked or guardian) and process.status() != psutil.STATUS_ZOMBIE:
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 def start_launcher(
@@ -155,8 +155,8 @@ def test_what_an_earlier_run_left_is_cleared_before_the_next(folder: RunFolder) 
     left = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_MARKER: folder.run_id})
     folder.temporary.mkdir()
     (folder.temporary / "stale").touch()
-    held = Claim(folder)
-    with guarded(folder, held):
+    claim = Claim(folder)
+    with guarded(folder, claim):
         assert left.wait(WITHIN_S) == -signal.SIGTERM
         assert list(folder.temporary.iterdir()) == []
         assert [path.stat().st_mode & 0o777 for path in (folder.sockets, folder.temporary)] == [
@@ -171,7 +171,7 @@ def test_what_an_earlier_run_left_is_cleared_before_the_next(folder: RunFolder) 
             log=folder.log("new"),
         )
         assert process.exit_code is None
-    held.release()
+    claim.release()
     assert process.wait(timeout_s=WITHIN_S) == -signal.SIGTERM
 
 
@@ -181,9 +181,9 @@ def test_files_where_the_user_stands_are_not_imported(
 ) -> None:
     (tmp_path / name).write_text("raise SystemExit('the local file was imported')")
     monkeypatch.chdir(tmp_path)
-    held = Claim(folder)
+    claim = Claim(folder)
     try:
-        with guarded(folder, held):
+        with guarded(folder, claim):
             code = [
                 sys.executable,
                 "-m",
@@ -199,7 +199,7 @@ def test_files_where_the_user_stands_are_not_imported(
             trainer.wait(timeout_s=60.0)
             assert "IndexError" in trainer.log.read_text()
     finally:
-        held.release()
+        claim.release()
     assert folder.log("guardian").read_text() == ""
 
 
@@ -208,14 +208,14 @@ def test_a_guardian_that_does_not_start_ends_the_run(
 ) -> None:
     (folder.root / "sitecustomize.py").write_text("raise SystemExit('cannot start')")
     monkeypatch.setenv("PYTHONPATH", str(folder.root))
-    held = Claim(folder)
+    claim = Claim(folder)
     try:
         message = r"clears up after a run did not start: .*guardian\.log"
-        with pytest.raises(RunError, match=message), guarded(folder, held):
+        with pytest.raises(RunError, match=message), guarded(folder, claim):
             pytest.fail("nothing may be started")
         assert not folder.temporary.exists()
     finally:
-        held.release()
+        claim.release()
 
 
 def pid_in(path: Path) -> int:
@@ -327,7 +327,7 @@ def test_shared_memory_of_others_and_a_users_files_stay(
     shm = Path("/dev/shm")
     random = secrets.token_hex(4)
     users = [shm / f"{random}-train.jsonl", shm / f"psm_{random}"]
-    others = shared_memory.SharedMemory(create=True, size=4096)
+    foreign = shared_memory.SharedMemory(create=True, size=4096)
     try:
         for path in users:
             path.write_bytes(b"{}\n" * 4096)
@@ -352,23 +352,23 @@ def test_shared_memory_of_others_and_a_users_files_stay(
         wait_for(lambda: not segment.exists())  # its resource tracker has removed it
         assert not folder.shared_memory.exists()
         assert [path.stat().st_size for path in users] == [3 * 4096] * 2
-        assert (shm / others.name).exists()
+        assert (shm / foreign.name).exists()
     finally:
         for path in users:
             path.unlink(missing_ok=True)
-        others.close()
-        others.unlink()
+        foreign.close()
+        foreign.unlink()
 
 
 def test_sockets_scratch_and_shared_memory_folder_are_removed(marked: RunFolder) -> None:
     marked.socket("rollout-0").touch()
     marked.shared_memory.mkdir()
     confined = confined_launch("json", [], Confinement(Level.NONE, marked.run_id))
-    others = confined_launch("json", [], Confinement(Level.NONE, "another"))
-    assert confined.scratch is not None and others.scratch is not None
+    foreign = confined_launch("json", [], Confinement(Level.NONE, "another"))
+    assert confined.scratch is not None and foreign.scratch is not None
     remove_leftovers(marked)
     remove_leftovers(marked)
     assert not marked.sockets.exists()
     assert not marked.shared_memory.exists()
-    assert not confined.scratch.exists() and others.scratch.exists()
-    others.clear()
+    assert not confined.scratch.exists() and foreign.scratch.exists()
+    foreign.clear()

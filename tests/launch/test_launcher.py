@@ -110,12 +110,12 @@ def assert_nothing_is_left(config: RunConfig) -> None:
 
 def test_a_run_that_finishes(worker: Callable[..., RunKind], config: RunConfig) -> None:
     code = """
-        told = json.loads((root / "engines.json").read_text())
-        assert told["kind"] == "transformers" and told["engines"] == [] and Path(told["model"]).is_dir()
+        engines = json.loads((root / "engines.json").read_text())
+        assert engines["kind"] == "transformers" and engines["engines"] == [] and Path(engines["model"]).is_dir()
         assert os.environ["YCORE_RUN"]
         subprocess.Popen(["sleep", "600"], start_new_session=True)
     """
-    summary, shown = run(worker(code), config)
+    summary, output = run(worker(code), config)
     assert summary == read_json(RunFolder(Path(config.output)).summary)
     assert (summary["status"], summary["steps"], summary["reward_first"]) == (
         "finished",
@@ -123,8 +123,8 @@ def test_a_run_that_finishes(worker: Callable[..., RunKind], config: RunConfig) 
         0.25,
     )
     assert RunFolder(Path(config.output)).curve.is_file()
-    assert "step 3/3  reward 0.750" in shown
-    assert "transformers" in shown
+    assert "step 3/3  reward 0.750" in output
+    assert "transformers" in output
     assert_nothing_is_left(config)
 
 
@@ -185,9 +185,9 @@ def test_an_evaluators_result_is_part_of_the_summary(
     worker: Callable[..., RunKind], config: RunConfig
 ) -> None:
     code = """(root / "eval.json").write_text(json.dumps({"pass@1": 0.5}))"""
-    summary, shown = run(worker(code, name="evaluator", result_file="eval.json"), config)
+    summary, output = run(worker(code, name="evaluator", result_file="eval.json"), config)
     assert summary["pass@1"] == 0.5
-    assert "prompts 3  reward 0.750" in shown
+    assert "prompts 3  reward 0.750" in output
     assert "reward_first" not in summary
     assert not RunFolder(Path(config.output)).curve.exists()
 
@@ -353,10 +353,10 @@ def test_one_signal_lets_the_trainer_save(
     worker(SAVES)
     started = launch(config)
     started.send_signal(number)
-    shown, _ = started.communicate(timeout=WITHIN_S)
+    output, _ = started.communicate(timeout=WITHIN_S)
     assert started.returncode == Interrupted.exit_code
     assert (
-        f"Interrupted stopped after step 3; `ycore resume {config.output}` continues" in shown
+        f"Interrupted stopped after step 3; `ycore resume {config.output}` continues" in output
     )
     assert (Path(config.output) / "saved").exists()
     assert read_json(RunFolder(Path(config.output)).summary)["status"] == "interrupted"
@@ -391,11 +391,11 @@ def test_a_save_that_fails_after_ctrl_c_fails_the_run(
     """)
     started = launch(config)
     started.send_signal(signal.SIGINT)
-    shown, _ = started.communicate(timeout=WITHIN_S)
+    output, _ = started.communicate(timeout=WITHIN_S)
     assert started.returncode == TrainerError.exit_code == 1
     assert (
         "stopping: the trainer finishes its step and saves a checkpoint; press Ctrl-C again to stop at once"
-        in shown
+        in output
     )
     summary = read_json(RunFolder(Path(config.output)).summary)
     assert summary["status"] == "failed"

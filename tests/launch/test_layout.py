@@ -78,9 +78,12 @@ def test_one_process_needs_no_launcher() -> None:
 
 
 def test_several_processes_are_ddp_unless_told() -> None:
-    found = layout_of(config(processes=2), CORES)
-    assert (found.world, found.local, found.shards_weights) == (2, 2, False)
-    assert found.accelerate is not None and found.accelerate["distributed_type"] == "MULTI_GPU"
+    run_layout = layout_of(config(processes=2), CORES)
+    assert (run_layout.world, run_layout.local, run_layout.shards_weights) == (2, 2, False)
+    assert (
+        run_layout.accelerate is not None
+        and run_layout.accelerate["distributed_type"] == "MULTI_GPU"
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,10 +206,18 @@ def test_the_environment_says_a_machines_place_before_a_file(
     assert layout_of(file, EIGHT).machine_rank == 0
     for name, value in {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.2"}.items():
         monkeypatch.setenv(name, value)
-    found = layout_of(file, EIGHT)
-    assert (found.world, found.local, found.num_machines, found.machine_rank) == (4, 2, 2, 1)
-    assert found.accelerate is not None
-    assert (found.accelerate["main_process_ip"], found.accelerate["mixed_precision"]) == (
+    run_layout = layout_of(file, EIGHT)
+    assert (
+        run_layout.world,
+        run_layout.local,
+        run_layout.num_machines,
+        run_layout.machine_rank,
+    ) == (4, 2, 2, 1)
+    assert run_layout.accelerate is not None
+    assert (
+        run_layout.accelerate["main_process_ip"],
+        run_layout.accelerate["mixed_precision"],
+    ) == (
         "10.0.0.2",
         "no",
     )
@@ -247,8 +258,10 @@ def test_a_bare_no_is_no_mixed_precision(tmp_path: Path) -> None:
     text = (
         "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\nmixed_precision: no\n"
     )
-    found = layout_of(config(accelerate=written(tmp_path, text)), CORES)
-    assert found.accelerate is not None and found.accelerate["mixed_precision"] == "no"
+    run_layout = layout_of(config(accelerate=written(tmp_path, text)), CORES)
+    assert (
+        run_layout.accelerate is not None and run_layout.accelerate["mixed_precision"] == "no"
+    )
 
 
 def test_processes_that_contradict_the_file(tmp_path: Path) -> None:
@@ -285,8 +298,8 @@ KINDS = {
 }
 
 
-def read_back(told: dict[str, Any], folder: Path) -> Any:
-    (folder / "accelerate.yaml").write_text(yaml.safe_dump(told))
+def read_back(settings: dict[str, Any], folder: Path) -> Any:
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(settings))
     return load_config_from_file(str(folder / "accelerate.yaml"))
 
 
@@ -318,9 +331,9 @@ def test_fsdp_is_refused_on_a_cpu(name: str, two_machines: None) -> None:
 
 
 def test_hsdp_shards_within_machines_and_replicates_between_them(two_machines: None) -> None:
-    found = layout_of(config(processes=4, accelerate="hsdp"), EIGHT)
-    assert (found.world, found.replicas, found.sharding) == (8, 2, "hsdp")
-    assert found.shards_weights
+    run_layout = layout_of(config(processes=4, accelerate="hsdp"), EIGHT)
+    assert (run_layout.world, run_layout.replicas, run_layout.sharding) == (8, 2, "hsdp")
+    assert run_layout.shards_weights
 
 
 @pytest.mark.parametrize(("processes", "machines"), [(1, "2"), (4, "1")])
@@ -345,8 +358,8 @@ parallelism_config:
 
 
 def test_a_file_with_replicas_is_taken_as_it_says(tmp_path: Path) -> None:
-    found = layout_of(config(accelerate=written(tmp_path, HYBRID)), EIGHT)
-    assert (found.replicas, found.sharding) == (2, "hsdp")
+    run_layout = layout_of(config(accelerate=written(tmp_path, HYBRID)), EIGHT)
+    assert (run_layout.replicas, run_layout.sharding) == (2, "hsdp")
 
 
 @pytest.mark.parametrize("version", ["", "fsdp_config: {fsdp_version: 1}\n"])
@@ -455,9 +468,14 @@ def test_a_machine_finds_its_place_by_itself(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = layout_of(config(accelerate=accelerate, prompts_per_step=16), EIGHT)
-    assert (found.world, found.num_machines, found.machine_rank, found.local) == (16, 2, 1, 8)
-    settings = found.accelerate or {}
+    run_layout = layout_of(config(accelerate=accelerate, prompts_per_step=16), EIGHT)
+    assert (
+        run_layout.world,
+        run_layout.num_machines,
+        run_layout.machine_rank,
+        run_layout.local,
+    ) == (16, 2, 1, 8)
+    settings = run_layout.accelerate or {}
     assert (settings["main_process_ip"], settings["main_process_port"]) == ("10.0.0.1", 29511)
     assert settings["num_processes"] == 16
     if accelerate is not None:

@@ -122,7 +122,7 @@ def test_a_division_that_the_machine_cannot_run_is_passed_over(
     row = {"ycore/engine_devices": 6.0, "ycore/time/step": 60.0, "ycore/time/train": 60.0}
     row |= {"ycore/time/round": 20.0, "ycore/idle_share": 0.0}
     monkeypatch.setattr("ycore.engine.kinds.is_vllm_installed", lambda: True)
-    given = RunConfig(
+    config = RunConfig(
         model=SMALL,
         dataset="task:addition",
         output=str(tmp_path),
@@ -130,21 +130,21 @@ def test_a_division_that_the_machine_cannot_run_is_passed_over(
         engine=EngineSettings(devices=6),
         sampling=SamplingSettings(max_staleness=2),
     )
-    given = on_machine(given, H100)
+    config = on_machine(config, H100)
     said = list[str]()
     moved = find_move(
-        given, planned_site(given, H100), lambda: [row] * 11, said.append, step=11, cost_s=1.0
+        config, planned_site(config, H100), lambda: [row] * 11, said.append, step=11, cost_s=1.0
     )
     assert moved is not None and (moved.engine.devices, moved.processes) == (4, 4)
     assert len(said) == 1 and "engine.devices=4 would take" in said[0]
-    site = planned_site(given, H100)
+    site = planned_site(config, H100)
     assert (
-        find_move(given, site, lambda: [row] * 11, said.append, step=given.steps, cost_s=1.0)
+        find_move(config, site, lambda: [row] * 11, said.append, step=config.steps, cost_s=1.0)
         is None
     )
     assert (
         find_move(
-            given, site, lambda: [row] * 11, said.append, step=given.steps - 1, cost_s=31.0
+            config, site, lambda: [row] * 11, said.append, step=config.steps - 1, cost_s=31.0
         )
         is None
     )
@@ -173,12 +173,12 @@ def test_engines_of_a_slot_are_as_many_on_every_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engines, "machine_of", lambda host: H100)
-    given: dict[str, Any] = {"judge": SMALL, "engine": {"hosts": ["b"], "sleep": False}}
-    check(H100, model=EIGHT, **given)
+    settings: dict[str, Any] = {"judge": SMALL, "engine": {"hosts": ["b"], "sleep": False}}
+    check(H100, model=EIGHT, **settings)
     narrow = replace(TWO_24, device_bytes=16e9)
     monkeypatch.setattr(engines, "machine_of", lambda host: narrow)
     with pytest.raises(ConfigError, match=r"another share of a slot.*; set tensor_parallel"):
-        check(H100, model=EIGHT, **given)
+        check(H100, model=EIGHT, **settings)
 
 
 def test_completions_of_several_rounds_need_engines_that_give_back_what_they_began() -> None:

@@ -178,7 +178,7 @@ def test_silence_is_the_end_and_slowness_is_not(
     monkeypatch.setattr(module, "_SILENT_S", 1.0)
     monkeypatch.setattr(module, "_BEAT_S", 0.1)
     met = Meeting(pool, port, 2)
-    time.sleep(1.5)  # nobody has said anything but that it is there
+    time.sleep(1.5)  # nothing but heartbeats came
     met.machines[0].check()
     monkeypatch.setattr(met.machines[1], "_links", {})  # nothing gets through any more
     until(lambda: met.machines[0].has_ended)
@@ -276,7 +276,7 @@ def test_a_stop_while_they_meet_is_one_of_all(
 
 def test_two_machines_of_one_rank(pool: ThreadPoolExecutor, port: int) -> None:
     met = Meeting(pool, port, 2)
-    # The door is closed by now; a third that came in time:
+    # The listener is closed by now; a third machine that came in time:
     with pytest.raises(ValueError, match="machine_rank 1 of 2 is taken"):
         met.machines[0]._admit(socket.socket(), 1, "")
     met.close()

@@ -223,11 +223,11 @@ def exit_code(trainer: RankedTrainer) -> int:
 def fail(
     folder: RunFolder, local: int, code: int, message: str, *, at: float, expected: bool = True
 ) -> None:
-    there = read_report(folder, local)
-    assert there is not None
+    previous = read_report(folder, local)
+    assert previous is not None
     report = {
         "number": local,
-        "pid": there.pid,
+        "pid": previous.pid,
         "exit_code": code,
         "message": message,
         "at": at,

@@ -67,14 +67,19 @@ def words(model: Path, output: Path) -> list[str]:
         "--max-tokens": 8,
         "--engine": "vllm",
     }
-    given = [str(word) for option, value in options.items() for word in (option, value)]
-    own = [
+    option_words = [str(word) for option, value in options.items() for word in (option, value)]
+    settings = [
         "dtype=float32",
         "sampling.dynamic=false",
         "engine.max_model_len=64",
         "engine.count=1",
     ]
-    return [*SCRIPTED, "grpo", *given, *(word for value in own for word in ("--set", value))]
+    return [
+        *SCRIPTED,
+        "grpo",
+        *option_words,
+        *(word for value in settings for word in ("--set", value)),
+    ]
 
 
 def start(model: Path, output: Path, **pipes: Any) -> "subprocess.Popen[Any]":
@@ -102,7 +107,7 @@ def wait_for(condition: Callable[[], bool], *, within_s: float) -> None:
 
 def of_run(folder: RunFolder) -> list[psutil.Process]:
     """What carries the run's mark, names its folder, or is the reward's grandchild, and lives."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             command = process.cmdline()
@@ -112,10 +117,10 @@ def of_run(folder: RunFolder) -> list[psutil.Process]:
             if (
                 ours or command == ["sleep", "601"]
             ) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
             continue
-    return [process for process in found if process.pid != os.getpid()]
+    return [process for process in processes if process.pid != os.getpid()]
 
 
 def assert_nothing_is_left(output: Path) -> None:
@@ -148,12 +153,12 @@ def test_secrets_stay_where_they_were_given_and_a_killed_launcher_leaves_nothing
             assert not any(secret in command for secret in SECRETS.values())
             role = re.search(r"rewards\.worker|scripted_engine|ycore\.trainer", command)
             if role:
-                held = {
+                names = {
                     name
                     for name, secret in SECRETS.items()
                     if secret in process.environ().values()
                 }
-                seen.setdefault(role[0], set()).update(held)
+                seen.setdefault(role[0], set()).update(names)
         assert seen == {
             "rewards.worker": set(),
             "scripted_engine": set(),
@@ -169,10 +174,10 @@ def test_secrets_stay_where_they_were_given_and_a_killed_launcher_leaves_nothing
             *(child.pid for child in psutil.Process(run.pid).children(recursive=True)),
         ]
         listening = [
-            one
+            connection
             for pid in below
-            for one in psutil.Process(pid).net_connections("inet")
-            if one.status == "LISTEN"
+            for connection in psutil.Process(pid).net_connections("inet")
+            if connection.status == "LISTEN"
         ]
         assert listening == []
     finally:

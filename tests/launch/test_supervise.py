@@ -110,13 +110,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     )
     stream = io.StringIO()
 
-    def work(code: str, config: RunConfig, **given: Any) -> str:
+    def work(code: str, config: RunConfig, **options: Any) -> str:
         (tmp_path / "made_worker.py").write_text(
             textwrap.dedent(WORKER) + textwrap.dedent(code)
         )
         try:
             with redirect_stdout(stream):
-                run_worker(RunKind("trainer", "made_worker"), config, resume=False, **given)
+                run_worker(RunKind("trainer", "made_worker"), config, resume=False, **options)
         finally:
             assert_nothing_is_left(config)
         return stream.getvalue()
@@ -165,9 +165,9 @@ def test_an_engine_in_trouble_is_started_again(
         step(1)
         time.sleep(2.5)  # the launcher sees that it is back
     """
-    shown = run(code, config)
-    assert re.search(said + r"(:.*)?; starting it again \(1 of 3\)", shown), shown
-    assert "rollout-0 is back after" in shown
+    output = run(code, config)
+    assert re.search(said + r"(:.*)?; starting it again \(1 of 3\)", output), output
+    assert "rollout-0 is back after" in output
     stacks = list(RunFolder(Path(config.output)).logs.glob("stacks-*.txt"))
     assert bool(stacks) == ("STOP" in harm)
 
@@ -177,13 +177,13 @@ def test_only_the_dead_engine_is_started_again(
 ) -> None:
     code = """
         time.sleep(2)
-        one, other = ask(0), ask(1)
-        os.kill(one[0], signal.SIGKILL)
-        ask_another(one, 0)
-        assert ask(1) == other
+        dead, alive = ask(0), ask(1)
+        os.kill(dead[0], signal.SIGKILL)
+        ask_another(dead, 0)
+        assert ask(1) == alive
     """
-    shown = run(code, with_engine(config, count=2))
-    assert shown.count("starting it again") == 1
+    output = run(code, with_engine(config, count=2))
+    assert output.count("starting it again") == 1
 
 
 def test_the_budget_of_restarts_is_the_runs(run: Callable[..., str], config: RunConfig) -> None:
@@ -256,9 +256,9 @@ DIES_ONCE = """
 def test_a_dead_trainer_is_started_again_beside_its_engines(
     run: Callable[..., str], config: RunConfig
 ) -> None:
-    shown = run(DIES_ONCE, config.model_copy(update={"restarts": 1}))
-    assert "trainer ended with killed by SIGKILL" in shown
-    assert "in step 2; resuming from the newest checkpoint (1 of 1)" in shown
+    output = run(DIES_ONCE, config.model_copy(update={"restarts": 1}))
+    assert "trainer ended with killed by SIGKILL" in output
+    assert "in step 2; resuming from the newest checkpoint (1 of 1)" in output
     assert [row["step"] for row in read_metrics(RunFolder(Path(config.output)).metrics)] == [
         1,
         2,
@@ -311,9 +311,9 @@ def test_a_stopped_trainer_is_named_with_its_step(
         TrainerError, match=r"trainer has not finished a step for \d+ s .*stacks-step-2"
     ):
         run(code, config.model_copy(update={"step_timeout_s": 1.0}))
-    told = (RunFolder(Path(config.output)).logs / "stacks-step-2.txt").read_text()
-    assert "busy_with_step_two" in told, "it was let go on to say where it was"
-    assert "cannot be asked for its stack; state S (sleeping)" in told, (
+    stacks = (RunFolder(Path(config.output)).logs / "stacks-step-2.txt").read_text()
+    assert "busy_with_step_two" in stacks, "it was let go on to say where it was"
+    assert "cannot be asked for its stack; state S (sleeping)" in stacks, (
         "the engine has no handler, and lives"
     )
 
@@ -321,8 +321,8 @@ def test_a_stopped_trainer_is_named_with_its_step(
 def test_a_trainer_may_take_longer_to_start_than_for_a_step(
     run: Callable[..., str], config: RunConfig
 ) -> None:
-    shown = run("time.sleep(3); step(1)", config.model_copy(update={"step_timeout_s": 1.0}))
-    assert "not finished a step" not in shown
+    output = run("time.sleep(3); step(1)", config.model_copy(update={"step_timeout_s": 1.0}))
+    assert "not finished a step" not in output
 
 
 def test_a_trainer_that_never_begins_is_named_with_the_limit_of_its_start(
@@ -344,8 +344,8 @@ def test_a_trainer_that_does_not_get_on_is_named_with_its_stack(
         waits_for_godot()
     """
     short = config.model_copy(update={"step_timeout_s": 2.0})
-    told = r"trainer has not finished a step for \d+ s \(step_timeout_s\), in step 2 \(it was .+; the stack of every"
-    with pytest.raises(TrainerError, match=told):
+    message = r"trainer has not finished a step for \d+ s \(step_timeout_s\), in step 2 \(it was .+; the stack of every"
+    with pytest.raises(TrainerError, match=message):
         run(code, short)
     stacks = (RunFolder(Path(config.output)).logs / "stacks-step-2.txt").read_text()
     assert "waits_for_godot" in stacks and "; it was " in stacks.splitlines()[0]
@@ -383,15 +383,15 @@ for number in range(len(read_metrics(root / "metrics.jsonl")) + 1, config["steps
 """
     changes = {"steps": 60, "sampling": SamplingSettings(max_staleness=2)}
     config = with_engine(config, count="auto", devices=2, rebalance=True)
-    shown = run(code, config.model_copy(update=changes))
+    output = run(code, config.model_copy(update=changes))
     rows = read_metrics(Path(config.output) / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 61))
     devices = [int(row["ycore/engine_devices"]) for row in rows]
     assert devices == sorted(devices) and set(devices) == {2, 3}
     assert devices.count(2) >= 11
     sentence = "training waited 89% of the last 10 steps; engine.devices=3 would take about 300.0 s a step"
-    assert shown.count(sentence) == 1
-    assert "finished after 60 steps" in shown
+    assert output.count(sentence) == 1
+    assert "finished after 60 steps" in output
     stored = read_json(RunFolder(Path(config.output)).config)["config"]
     assert stored["engine"]["devices"] == 3 and stored["engine"]["rebalance"]
 
@@ -413,5 +413,5 @@ for number in range(1, 31):
 """
     changes = {"steps": 30, "sampling": SamplingSettings(max_staleness=2)}
     config = with_engine(config, count="auto", devices=2)
-    shown = run(code, config.model_copy(update=changes))
-    assert shown.count("engine.devices=3 would take") == 1 and "finished after 30" in shown
+    output = run(code, config.model_copy(update=changes))
+    assert output.count("engine.devices=3 would take") == 1 and "finished after 30" in output

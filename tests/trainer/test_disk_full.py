@@ -95,7 +95,7 @@ def make(place: Path, model: Path) -> RunFolder:
     folder = RunFolder(place / "run")
     for path in (folder.root, folder.logs, folder.checkpoints):
         path.mkdir()
-    told = {
+    settings = {
         "model": str(model),
         "dataset": str(place / "rows.jsonl"),
         "rewards": [{"reward": f"{place / 'rewards.py'}:variety"}],
@@ -110,7 +110,7 @@ def make(place: Path, model: Path) -> RunFolder:
         "reward_workers": {"workers": 1},
         "trl": {"learning_rate": 1e-2},
     }
-    config = RunConfig.model_validate(told)
+    config = RunConfig.model_validate(settings)
     write_json_atomic(folder.config, {"config": config.model_dump(mode="json")})
     engines = {"kind": "transformers", "engines": [], "model": str(model), "max_model_len": 64}
     write_json_atomic(folder.root / "engines.json", engines)

@@ -93,7 +93,7 @@ def make(place: Path, model: Path, trl: dict[str, Any], **settings: Any) -> RunF
     folder = RunFolder(place / "run")
     for path in (folder.root, folder.logs, folder.checkpoints):
         path.mkdir(exist_ok=True)
-    told = {
+    values = {
         "model": str(model),
         "dataset": str(place / "rows.jsonl"),
         "rewards": [{"reward": f"{place / 'rewards.py'}:variety"}],
@@ -113,7 +113,7 @@ def make(place: Path, model: Path, trl: dict[str, Any], **settings: Any) -> RunF
         "trl": {"learning_rate": 1e-2, **trl},
         **settings,
     }
-    config = RunConfig.model_validate(told)
+    config = RunConfig.model_validate(values)
     write_json_atomic(folder.config, {"config": config.model_dump(mode="json")})
     kind = "replay" if config.replay else "transformers"
     write_json_atomic(
@@ -151,9 +151,9 @@ def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
     return load_file(folder.model / "adapter_model.safetensors")
 
 
-def assert_same(one: RunFolder, other: RunFolder) -> None:
-    assert numbers(one) == numbers(other)
-    first, second = weights(one), weights(other)
+def assert_same(run: RunFolder, other_run: RunFolder) -> None:
+    assert numbers(run) == numbers(other_run)
+    first, second = weights(run), weights(other_run)
     assert first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )
@@ -305,12 +305,12 @@ def test_a_checkpoint_holds_all_state_that_matters(
     assert {"exp_avg", "exp_avg_sq", "step"} <= optimizer["state"][0].keys()
     assert torch.load(saved / "scheduler.pt", weights_only=True)["last_epoch"] == 5
     assert json.loads((saved / "trainer_state.json").read_text())["global_step"] == 5
-    told = json.loads((saved / "controller-0.json").read_text())
-    assert told["policy_version"] == 5
-    assert told["trainer"]["micro_step"] == 10
-    assert {"draws", "acceptance", "leftover_groups"} <= told["controller"].keys()
-    assert told["controller"]["draws"]["cursor"] >= 4
-    assert told["controller"]["acceptance"]["finished"] > 1
+    state = json.loads((saved / "controller-0.json").read_text())
+    assert state["policy_version"] == 5
+    assert state["trainer"]["micro_step"] == 10
+    assert {"draws", "acceptance", "leftover_groups"} <= state["controller"].keys()
+    assert state["controller"]["draws"]["cursor"] >= 4
+    assert state["controller"]["acceptance"]["finished"] > 1
     in_use = load_file(saved / "round-0.safetensors")
     assert {"0/advantages", "5/old_per_token_logps", "5/completion_ids"} <= in_use.keys()
 
@@ -318,8 +318,8 @@ def test_a_checkpoint_holds_all_state_that_matters(
 def test_what_the_run_learns_from_may_not_change_unnoticed(tmp_path: Path, model: Path) -> None:
     folder = make(tmp_path, model, {})
     die(folder, after=1)
-    told = {"dataset": tmp_path / "rows.jsonl", "reward": tmp_path / "rewards.py"}
-    for name, file in told.items():
+    files = {"dataset": tmp_path / "rows.jsonl", "reward": tmp_path / "rewards.py"}
+    for name, file in files.items():
         before = file.read_text()
         file.write_text(before.replace("1", "2"))
         with pytest.raises(
@@ -372,7 +372,7 @@ def test_a_replay_with_other_settings_learns_otherwise_from_the_same_rollouts(
     mine, theirs = read_metrics(folder.metrics), read_metrics(whole.metrics)
     assert [row["reward"] for row in mine] == [row["reward"] for row in theirs]
     assert mine[-1]["loss"] != theirs[-1]["loss"]
-    assert not torch.equal(*(next(iter(weights(one).values())) for one in (folder, whole)))
+    assert not torch.equal(*(next(iter(weights(run).values())) for run in (folder, whole)))
 
 
 # -- nothing but numbers -----------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def variety(prompts, completions, **columns):
     return [len(set(completion[0]["content"])) / 8 for completion in completions]
 
 def length(prompts, completions, size, **columns):
-    return [len(set(one[0]["content"])) * n / 8 for one, n in zip(completions, size)]
+    return [len(set(completion[0]["content"])) * n / 8 for completion, n in zip(completions, size)]
 """
 
 
@@ -142,15 +142,15 @@ def words(
     sets += ["critic.warmup_steps=3"] if algorithm == "ppo" else []
     sets += [f"rewards.0.args.base_url={teacher}"] if algorithm == "distill" else []
     options |= {"--teacher": "big"} if algorithm == "distill" else {}
-    given = [str(word) for option, value in options.items() for word in (option, value)]
-    return [*given, *(word for value in sets for word in ("--set", value))]
+    option_words = [str(word) for option, value in options.items() for word in (option, value)]
+    return [*option_words, *(word for value in sets for word in ("--set", value))]
 
 
-def without(given: list[str], *options: str) -> list[str]:
+def without(arguments: list[str], *options: str) -> list[str]:
     """The words without these options and their values."""
     return [
         word
-        for before, word in zip(["", *given], given, strict=False)
+        for before, word in zip(["", *arguments], arguments, strict=False)
         if word not in options and before not in options
     ]
 
@@ -180,12 +180,12 @@ def wait_for_row(output: Path, number: int, process: subprocess.Popen[bytes]) ->
 
 def trainer(run: subprocess.Popen[bytes]) -> psutil.Process:
     """The run's trainer: the process with the model in it."""
-    (found,) = [
+    (trainer_process,) = [
         c
         for c in psutil.Process(run.pid).children(recursive=True)
         if "ycore.trainer" in c.cmdline()
     ]
-    return found
+    return trainer_process
 
 
 def kill_and_resume(arguments: list[str], killed: Path) -> None:
@@ -196,12 +196,12 @@ def kill_and_resume(arguments: list[str], killed: Path) -> None:
     assert run.wait(30) == 1
     resumed = start(["resume", str(killed)], logs / "resumed.log")
     assert resumed.wait(200) == 0, (logs / "resumed.log").read_text()
-    shown = [
+    steps = [
         line.split()[1]
         for line in (logs / "resumed.log").read_text().splitlines()
         if line[:5] == "step "
     ]
-    assert shown == [f"{step}/{STEPS}" for step in range(3, STEPS + 1)], (
+    assert steps == [f"{step}/{STEPS}" for step in range(3, STEPS + 1)], (
         "steps that were shown before are not again"
     )
 
@@ -233,8 +233,8 @@ def test_killed_and_resumed_is_never_killed(
     if mixes:
         recipe = ["--recipe", str(mixed_recipe(tmp_path)), "--keep-journal"]
         arguments = {
-            run: [given[0], *recipe, *without(given[1:], "--dataset", "--reward")]
-            for run, given in arguments.items()
+            run: [command[0], *recipe, *without(command[1:], "--dataset", "--reward")]
+            for run, command in arguments.items()
         }
     with start(arguments[whole], tmp_path / "whole.log") as never_killed:
         kill_and_resume(arguments[killed], killed)
@@ -265,9 +265,11 @@ def test_killed_and_resumed_is_never_killed(
     for file in ["model/adapter_model.safetensors"] + ["critic/critic.safetensors"] * (
         algorithm == "ppo"
     ):
-        one, other = (load_file(run / file) for run in (whole, killed))
-        assert one.keys() == other.keys()
-        assert all((one[name] == other[name]).all() for name in one), file
+        expected_weights, seen_weights = (load_file(run / file) for run in (whole, killed))
+        assert expected_weights.keys() == seen_weights.keys()
+        assert all(
+            (expected_weights[name] == seen_weights[name]).all() for name in expected_weights
+        ), file
 
 
 @pytest.mark.slow
@@ -276,9 +278,9 @@ def test_two_ranks_of_several_datasets_go_on_as_one(model: Path, tmp_path: Path)
     """The order of draws is the run's, and not a rank's: nothing is drawn twice or left out, and shares are kept."""
     (tmp_path / "rewards.py").write_text(REWARD)
     run = tmp_path / "run"
-    given = without(words("grpo", model, "", run, dataset=""), "--dataset", "--reward")
+    options = without(words("grpo", model, "", run, dataset=""), "--dataset", "--reward")
     recipe = ["--recipe", str(mixed_recipe(tmp_path)), "--keep-journal"]
-    process = start(["grpo", *recipe, *given, "--processes", "2"], tmp_path / "begun.log")
+    process = start(["grpo", *recipe, *options, "--processes", "2"], tmp_path / "begun.log")
     wait_for_row(run, 3, process)
     process.send_signal(signal.SIGINT)
     assert process.wait(200) == 130, (tmp_path / "begun.log").read_text()
@@ -297,7 +299,10 @@ def test_two_ranks_of_several_datasets_go_on_as_one(model: Path, tmp_path: Path)
     prompts = load_prompts(config, as_chat=True).prompts
     for place, name, scores in (group for round_ in rounds for group in round_):
         assert name == prompts[row_at(prompts, config.seed, place)].dataset
-        scored = {tuple(score["value"] is not None for score in one) for one in scores}
+        scored = {
+            tuple(score["value"] is not None for score in reward_scores)
+            for reward_scores in scores
+        }
         assert scored == {(name != "sums.jsonl", name == "sums.jsonl")}
     for name in MIXED_ROWS:
         assert any(name in row for row in rows(run)[3:])

@@ -96,9 +96,9 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return dict(load_file(folder / "adapter_model.safetensors"))
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) for name in one
+def same(weights: dict[str, torch.Tensor], other_weights: dict[str, torch.Tensor]) -> bool:
+    return weights.keys() == other_weights.keys() and all(
+        torch.equal(weights[name], other_weights[name]) for name in weights
     )
 
 
@@ -129,8 +129,8 @@ def test_it_learns_and_its_model_loads(
     trained(opened(place, output, method, **keys))
     seen = losses(output)
     assert len(seen) == 8 and sum(seen[-3:]) < sum(seen[:3])
-    told = read_json(RunFolder(output).held_out)
-    before, after = told["held_out"]["before"], told["held_out"]["after"]
+    held_out = read_json(RunFolder(output).held_out)
+    before, after = held_out["held_out"]["before"], held_out["held_out"]["after"]
     assert after["n"] == before["n"] > 0
     assert (
         after["loss"] < before["loss"] if better == "loss" else after[better] > before[better]
@@ -206,8 +206,8 @@ def loads(output: Path, method: str, place: Path) -> bool:
     model = AutoModelForCausalLM.from_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(place / "tiny")
     ids = AutoTokenizer.from_pretrained(folder)("1 + 1?", return_tensors="pt")["input_ids"]
-    one, other = model(ids).logits, base(ids).logits
-    return bool(torch.isfinite(one).all()) and not torch.equal(one, other)
+    logits, base_logits = model(ids).logits, base(ids).logits
+    return bool(torch.isfinite(logits).all()) and not torch.equal(logits, base_logits)
 
 
 def ranks_right(folder: Path) -> bool:
@@ -252,7 +252,9 @@ def test_the_compact_head_changes_no_figure_of_trls(
     names, heads = build_trainer.__globals__, list[Any]()
     add = names["add_compact_head"]
     monkeypatch.setitem(
-        names, "add_compact_head", lambda model, **how: (heads.append(model), add(model, **how))
+        names,
+        "add_compact_head",
+        lambda model, **options: (heads.append(model), add(model, **options)),
     )
     for side, is_ours in (("ours", True), ("trl", False)):
         monkeypatch.setitem(
@@ -385,13 +387,13 @@ def stop_while_measuring(run: ExampleRun, step: int) -> None:
     run.trainer.measure = stops
 
 
-def scripted(run: ExampleRun, told: dict[int, float]) -> ExampleRun:
+def scripted(run: ExampleRun, losses_by_step: dict[int, float]) -> ExampleRun:
     """The losses that it measures are the test's own; at a step without any it is stopped."""
 
     def measure() -> dict[str, Any]:
-        if run.trainer.state.global_step not in told:
+        if run.trainer.state.global_step not in losses_by_step:
             raise Interrupted("stopped while the held-out rows were measured")
-        return {"n": 6, "loss": told[run.trainer.state.global_step]}
+        return {"n": 6, "loss": losses_by_step[run.trainer.state.global_step]}
 
     run.trainer.measure = measure
     return run
@@ -403,8 +405,10 @@ def test_evaluations_change_nothing_of_the_training_and_the_best_model_is_kept(
     """The least loss is that of step 2. Dropout draws random numbers, and evaluations must draw none of them."""
     keys: dict[str, Any] = {"lora": {"dropout": 0.2}, "columns": {"text": "chosen"}, "steps": 6}
     trained(opened(place, tmp_path / "plain", "sft", **keys, eval_every=None))
-    told = {0: 3.0, 2: 1.0, 4: 2.0, 6: 1.5}
-    run = scripted(opened(place, tmp_path / "best", "sft", **keys, keep_best="loss"), told)
+    losses_by_step = {0: 3.0, 2: 1.0, 4: 2.0, 6: 1.5}
+    run = scripted(
+        opened(place, tmp_path / "best", "sft", **keys, keep_best="loss"), losses_by_step
+    )
     weights = Keeps(run)
     run.trainer.add_callback(weights)
     trained(run)
@@ -423,7 +427,7 @@ def test_evaluations_change_nothing_of_the_training_and_the_best_model_is_kept(
     )
     kept = list(adapter(best.best).values())
     assert len(kept) == len(weights.steps[2])
-    assert all(any(torch.equal(one, other) for other in kept) for one in weights.steps[2])
+    assert all(any(torch.equal(weight, other) for other in kept) for weight in weights.steps[2])
     assert (
         read_json(best.best / "evaluation.json")["step"]
         == 2
@@ -440,7 +444,7 @@ class Keeps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         weights = self._run.trainer.bare_model.parameters()
         self.steps[state.global_step] = [
-            one.detach().clone() for one in weights if one.requires_grad
+            weight.detach().clone() for weight in weights if weight.requires_grad
         ]
 
 
@@ -479,11 +483,11 @@ def test_a_run_without_gain_ends_early_also_where_it_was_stopped_before(
         "stop_when": ["no-gain:1"],
         "checkpoint_every": 4,
     }
-    told = {0: 3.0, 2: 1.0, 4: 1.0, 6: 0.5}
+    losses_by_step = {0: 3.0, 2: 1.0, 4: 1.0, 6: 0.5}
     for name in ("whole", "stopped", "killed"):
-        run = scripted(opened(place, tmp_path / name, "sft", **keys), told)
+        run = scripted(opened(place, tmp_path / name, "sft", **keys), losses_by_step)
         if name == "stopped":
-            scripted(run, {step: loss for step, loss in told.items() if step < 4})
+            scripted(run, {step: loss for step, loss in losses_by_step.items() if step < 4})
         if name == "killed":
             run.trainer.add_callback(DiesAtTheEnd())
         if name != "whole":
@@ -491,7 +495,7 @@ def test_a_run_without_gain_ends_early_also_where_it_was_stopped_before(
                 run.train()
             run.save_checkpoint()
             run.close()
-            run = scripted(opened(place, tmp_path / name, "sft", **keys), told)
+            run = scripted(opened(place, tmp_path / name, "sft", **keys), losses_by_step)
         trained(run)
         folder = RunFolder(tmp_path / name)
         assert len(losses(tmp_path / name)) == 4 and list(measured(tmp_path / name)) == [
@@ -587,13 +591,15 @@ def test_rows_with_pictures_teach(method: str, lora: bool, tmp_path: Path) -> No
     file.write_text(
         "".join(json.dumps(row) + "\n" for row in (pairs if method == "dpo" else rows) * 4)
     )
-    how: dict[str, Any] = {"model": str(model), "dataset": str(file), "held_out": 0}
-    run = opened(tmp_path, tmp_path / "out", method, **how, **({} if lora else {"lora": None}))
+    settings: dict[str, Any] = {"model": str(model), "dataset": str(file), "held_out": 0}
+    run = opened(
+        tmp_path, tmp_path / "out", method, **settings, **({} if lora else {"lora": None})
+    )
     before = {
         name: weight.detach().clone() for name, weight in run.trainer.model.named_parameters()
     }
     seen = next(iter(run.trainer.get_train_dataloader()))["pixel_values"]
-    assert len({one.numpy().tobytes() for one in seen}) > 1
+    assert len({pixels.numpy().tobytes() for pixels in seen}) > 1
     trained(run)
     losses = [row["loss"] for row in read_metrics(tmp_path / "out" / "metrics.jsonl")]
     assert losses[-1] < losses[0]

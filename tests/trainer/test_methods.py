@@ -71,8 +71,8 @@ def trained(
         }
     )
     write_json_atomic(folder.config, {"config": config.model_dump(mode="json")})
-    told = {"kind": "transformers", "engines": [], "model": str(model), "max_model_len": 64}
-    write_json_atomic(folder.root / "engines.json", told)
+    engines = {"kind": "transformers", "engines": [], "model": str(model), "max_model_len": 64}
+    write_json_atomic(folder.root / "engines.json", engines)
     run = RolloutRun(assemble(folder.root))
     try:
         run.train()
@@ -118,9 +118,9 @@ def test_an_estimator_that_no_preset_has_trains(
 
 def test_a_constraint_is_kept_beside_a_reward(spread: str, model: Path, tmp_path: Path) -> None:
     """By CGPO's policy gradient with a KL in the loss; noise of a tiny model is not at most one word."""
-    held = {"reward": "format", "args": {"pattern": r"\S*"}, "constraint": True}
-    own: dict[str, Any] = {"advantage": "crpg", "trl": {"beta": 0.2}}
-    first, second = trained(tmp_path, model, [spread, held], **own)
+    constraint = {"reward": "format", "args": {"pattern": r"\S*"}, "constraint": True}
+    settings: dict[str, Any] = {"advantage": "crpg", "trl": {"beta": 0.2}}
+    first, second = trained(tmp_path, model, [spread, constraint], **settings)
     assert first["grad_norm"] > 0 and second["grad_norm"] > 0
     assert first["ycore/violations/format"] > 0
     for row in (first, second):

@@ -68,8 +68,8 @@ def run_folder(tmp_path: Path, model: Path, **settings: Any) -> RunFolder:
         }
     )
     write_json_atomic(folder.config, {"config": config.model_dump(mode="json")})
-    told = {"kind": "transformers", "engines": [], "model": str(model), "max_model_len": 64}
-    write_json_atomic(folder.root / "engines.json", told)
+    engines = {"kind": "transformers", "engines": [], "model": str(model), "max_model_len": 64}
+    write_json_atomic(folder.root / "engines.json", engines)
     return folder
 
 
@@ -104,8 +104,8 @@ def ended() -> Iterator[list["subprocess.Popen[str]"]]:
 def finish(folder: RunFolder, ended: list["subprocess.Popen[str]"]) -> tuple[int, str]:
     process = start(folder)
     ended.append(process)
-    _, told = process.communicate(timeout=600)
-    return process.returncode, told
+    _, stderr = process.communicate(timeout=600)
+    return process.returncode, stderr
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -133,8 +133,8 @@ def test_a_run_leaves_its_model_metrics_and_samples(
 ) -> None:
     settings = {"lora": LoraSettings(r=4) if lora else None, "merge": lora}
     folder = run_folder(tmp_path, model, **settings)
-    code, told = finish(folder, ended)
-    assert code == 0, told
+    code, stderr = finish(folder, ended)
+    assert code == 0, stderr
     rows = read_metrics(folder.metrics)
     assert [row["step"] for row in rows] == [1, 2]
     names = {
@@ -180,8 +180,8 @@ def test_a_policy_is_trained_as_a_judge_of_pairs(
     folder = run_folder(tmp_path, model, dataset=str(tmp_path / "pairs.jsonl"), rewards=rewards)
     started = json.loads((folder.root / "engines.json").read_text())
     write_json_atomic(folder.root / "engines.json", {**started, "max_model_len": 256})
-    code, told = finish(folder, ended)
-    assert code == 0, told
+    code, stderr = finish(folder, ended)
+    assert code == 0, stderr
     written = read_metrics(folder.metrics)
     assert len(written) == 2
     for row in written:
@@ -189,10 +189,10 @@ def test_a_policy_is_trained_as_a_judge_of_pairs(
             row["rewards/mine/mean"] == 0 and row["grad_norm"] > 0 and row["ycore/masked"] == 0
         )
         assert row["ycore/judge/parse_failures"] >= 8 and row["ycore/judge/calls"] == 0
-    asked = [sample["prompt"] for sample in json.loads(folder.samples.read_text())["before"]]
+    prompts = [sample["prompt"] for sample in json.loads(folder.samples.read_text())["before"]]
     assert all(
         " or " in str(prompt) and "the first answer is better" in str(prompt)
-        for prompt in asked
+        for prompt in prompts
     )
 
 
@@ -230,22 +230,22 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_goes_on_from_it(
         time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=240)
-    assert process.returncode == 130, told
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 130, stderr
     done = len(read_metrics(folder.metrics))
     assert [path.name for path in folder.checkpoints.glob("checkpoint-*")] == [
         f"checkpoint-{done}"
     ]
-    _, others = psutil.wait_procs(
+    _, living = psutil.wait_procs(
         children, timeout=5
     )  # what the kernel ends with a worker, it ends a moment later
-    assert children and not any(is_alive(child) for child in others)
+    assert children and not any(is_alive(child) for child in living)
 
     shorter = json.loads(folder.config.read_text())
     shorter["config"]["steps"] = done + 1
     write_json_atomic(folder.config, shorter)
-    code, told = finish(folder, ended)
-    assert code == 0, told
+    code, stderr = finish(folder, ended)
+    assert code == 0, stderr
     assert [row["step"] for row in read_metrics(folder.metrics)] == list(range(1, done + 2))
 
 
@@ -253,9 +253,9 @@ def test_a_users_mistake_is_one_line_and_exit_2(
     tmp_path: Path, model: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:
     folder = run_folder(tmp_path, model, trl={"max_grad_norm": 1.0}, max_tokens=63)
-    code, told = finish(folder, ended)
-    errors = [line for line in told.splitlines() if line.startswith("error: ")]
-    assert code == 2 and "Traceback" not in told
+    code, stderr = finish(folder, ended)
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert code == 2 and "Traceback" not in stderr
     assert len(errors) == 1 and "tokens, between 1 and 1 fit" in errors[0]
 
 
@@ -302,8 +302,8 @@ def test_a_run_draws_two_datasets_by_share_and_tells_their_rewards_apart(
     for part, name in zip(settings["mixture"], ("rows.jsonl", "held.jsonl"), strict=True):
         part["eval_dataset"] = str(tmp_path / name)
     folder = run_folder(tmp_path, model, **settings)
-    code, told = finish(folder, ended)
-    assert code == 0, told
+    code, stderr = finish(folder, ended)
+    assert code == 0, stderr
     before, *rows = read_metrics(folder.metrics)
     names = [f"ycore/reward/{name}" for name in ("rows.jsonl", "talk.jsonl")]
     assert len(rows) == 2 and all(set(names) <= row.keys() for row in rows)
@@ -362,12 +362,12 @@ def test_datasets_of_a_run_are_played_in_the_environment_that_each_names(
     write_json_atomic(
         folder.engines, {**json.loads(folder.engines.read_text()), "max_model_len": 256}
     )
-    code, told = finish(folder, ended)
-    assert code == 0, told
-    found = Journal(folder.journal, rank=0).read(0)
-    assert found is not None
+    code, stderr = finish(folder, ended)
+    assert code == 0, stderr
+    round_ = Journal(folder.journal, rank=0).read(0)
+    assert round_ is not None
     names = set()
-    for group in found.groups:
+    for group in round_.groups:
         names.add(name := str(group.draw.prompt.dataset))
         is_played = name != "rows.jsonl"
         says = group.draw.prompt.content[-1]["content"]
@@ -404,13 +404,13 @@ def test_a_policy_learns_in_two_environments_of_several_turns_without_a_dataset(
     write_json_atomic(
         folder.engines, {**json.loads(folder.engines.read_text()), "max_model_len": 256}
     )
-    code, told = finish(folder, ended)
-    assert code == 0, told
-    found = Journal(folder.journal, rank=0).read(0)
-    assert found is not None
-    written = [completion for group in found.groups for completion in group.completions]
+    code, stderr = finish(folder, ended)
+    assert code == 0, stderr
+    round_ = Journal(folder.journal, rank=0).read(0)
+    assert round_ is not None
+    written = [completion for group in round_.groups for completion in group.completions]
     assert all(
-        group.draw.prompt.content[-1]["content"].endswith(" Go on.") for group in found.groups
+        group.draw.prompt.content[-1]["content"].endswith(" Go on.") for group in round_.groups
     )
     assert (
         max(len(completion.turns) for completion in written) == 5
@@ -488,11 +488,11 @@ def test_a_policy_learns_with_an_agent_that_writes_its_own_prompts(
     write_json_atomic(
         folder.engines, {**json.loads(folder.engines.read_text()), "max_model_len": 256}
     )
-    code, told = finish(folder, ended)
-    assert code == 0, told
-    found = Journal(folder.journal, rank=0).read(0)
-    assert found is not None
-    written = [completion for group in found.groups for completion in group.completions]
+    code, stderr = finish(folder, ended)
+    assert code == 0, stderr
+    round_ = Journal(folder.journal, rank=0).read(0)
+    assert round_ is not None
+    written = [completion for group in round_.groups for completion in group.completions]
     prompts = {completion.prompt_ids for completion in written}
     assert len(prompts - {None}) > 1, "each agent writes a prompt of its own"
     assert all(

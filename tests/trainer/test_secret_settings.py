@@ -53,13 +53,13 @@ def started(
     )
     folder = RunFolder(output)
     claim(folder, config, resume=False).release()
-    told = {
+    engines = {
         "kind": "transformers",
         "engines": [],
         "model": str(place / "tiny"),
         "max_model_len": 64,
     }
-    write_json_atomic(output / "engines.json", {**told, "home": str(output)})
+    write_json_atomic(output / "engines.json", {**engines, "home": str(output)})
     for name, value in worker_environment(config).items():
         monkeypatch.setenv(name, value)
     assert VARIABLE not in confined_environment(

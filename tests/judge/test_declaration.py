@@ -121,8 +121,8 @@ def messages(*texts: str) -> list[dict[str, str]]:
 def test_what_cannot_work_is_one_line(declared: dict[str, Any], problem: str) -> None:
     with pytest.raises(RewardError) as caught:
         declare(**declared)
-    told = str(caught.value)
-    assert told.startswith("judge mine: ") and problem in told and "\n" not in told
+    message = str(caught.value)
+    assert message.startswith("judge mine: ") and problem in message and "\n" not in message
 
 
 def test_the_least_that_is_a_judge() -> None:
@@ -183,12 +183,12 @@ def test_every_judge_that_comes_with_ycore_is_one(name: str) -> None:
 def test_every_key_is_documented_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs" / "judges.md").read_text(encoding="utf-8")
     table = page.partition("These are the keys:")[2].partition("A judge can also")[0]
-    told = [
+    documented = [
         key
         for line in table.splitlines()
         for key in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
     ]
-    assert sorted(told) == sorted(Judge.model_fields)
+    assert sorted(documented) == sorted(Judge.model_fields)
 
 
 def test_reward_models_are_declared_by_their_name() -> None:

@@ -189,7 +189,7 @@ def replaced(honest: str, verdict: str) -> str:
     """The honest words with another verdict in place of 0 or no, which is {0} in it."""
     return re.sub(
         r'(?<=>)0(?=<)|(?<=: )0(?=,)|(?<=")no(?=")',
-        lambda found: verdict.replace("{0}", found[0]),
+        lambda match: verdict.replace("{0}", match[0]),
         honest,
     )
 
@@ -221,10 +221,10 @@ def test_there_are_a_hundred_different_ones() -> None:
 
 
 @pytest.mark.parametrize("verdict", VERDICTS)
-@pytest.mark.parametrize("asked", ASKED)
-def test_no_attempt_is_rewarded(verdict: str, asked: str) -> None:
+@pytest.mark.parametrize("question_form", ASKED)
+def test_no_attempt_is_rewarded(verdict: str, question_form: str) -> None:
     declared, honest = VERDICTS[verdict]
-    judge = make_judge(verdict=declared, **ASKED[asked])
+    judge = make_judge(verdict=declared, **ASKED[question_form])
     questioner = Questioner(judge, SPECIAL)
     rewarded, judged = [], 0
     for (name, script), attempt in product(JUDGES.items(), ATTEMPTS):
@@ -267,10 +267,13 @@ def split(text: str, mark: str) -> tuple[str, str, str]:
     return before, inside, after
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_no_attempt_wins_a_pair_by_labels(asked: str) -> None:
+@pytest.mark.parametrize("question_form", ASKED)
+def test_no_attempt_wins_a_pair_by_labels(question_form: str) -> None:
     """The closest form to a label: the answer that is to win begins and ends with its own letter."""
-    changes = {**ASKED[asked], **({"messages": PAIR} if "messages" in ASKED[asked] else {})}
+    changes = {
+        **ASKED[question_form],
+        **({"messages": PAIR} if "messages" in ASKED[question_form] else {}),
+    }
     judge = make_judge(
         mode="pairwise", verdict={"kind": "labels", "labels": {"A": 1, "B": 0}}, **changes
     )

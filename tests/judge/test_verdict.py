@@ -344,7 +344,7 @@ def test_a_label_verdict_lies_between_its_labels(tokens: dict[str, float]) -> No
 @given(st.integers(1, 12), st.integers(1, 12))
 def test_everybody_meets_as_many_others_and_nobody_twice(size: int, opponents: int) -> None:
     pairs = ring_pairs(size, opponents)
-    assert len(set(pairs)) == len(pairs) and all(one < other for one, other in pairs)
+    assert len(set(pairs)) == len(pairs) and all(first < second for first, second in pairs)
     meetings = {sum(index in pair for pair in pairs) for index in range(size)}
     assert meetings == {min(2 * opponents, size - 1)}
 

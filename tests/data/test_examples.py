@@ -126,8 +126,8 @@ def test_a_table_of_pairs_has_the_answers_as_texts(as_chat: bool) -> None:
         {"question": "q", "chosen": "good", "rejected": "bad", "topic": "t"},
         {"question": "q", "chosen": "same", "rejected": "same", "topic": "t"},
     ]
-    told = pair_table(Table("d", rows, tuple(rows[0])), None, as_chat=as_chat)
-    (row,) = told.rows
+    pairs = pair_table(Table("d", rows, tuple(rows[0])), None, as_chat=as_chat)
+    (row,) = pairs.rows
     assert (row["chosen"], row["rejected"], row["topic"]) == ("good", "bad", "t")
     assert row["prompt"] == ([{"role": "user", "content": "q"}] if as_chat else "q")
     with pytest.raises(DataError, match="no row of d has two answers that differ"):
@@ -245,11 +245,13 @@ def test_held_out_rows_share_no_prompt_with_the_others_and_the_seed_decides(
     tmp_path: Path,
 ) -> None:
     rows = [{"prompt": f"{n // 3}?", "completion": str(n)} for n in range(60)]
-    one, again = (load(tmp_path, "sft", rows, as_chat=False, held_out=10) for _ in range(2))
+    first, again = (load(tmp_path, "sft", rows, as_chat=False, held_out=10) for _ in range(2))
     other = load(tmp_path, "sft", rows, as_chat=False, held_out=10, seed=1)
-    assert 10 <= len(one.held_out) < 13 and len(one.train) + len(one.held_out) == 60
-    assert not {row["prompt"] for row in one.train} & {row["prompt"] for row in one.held_out}
-    assert one.identity == again.identity != other.identity
+    assert 10 <= len(first.held_out) < 13 and len(first.train) + len(first.held_out) == 60
+    assert not {row["prompt"] for row in first.train} & {
+        row["prompt"] for row in first.held_out
+    }
+    assert first.identity == again.identity != other.identity
     assert len(load(tmp_path, "sft", rows, as_chat=False, held_out=None).held_out) == 6
 
 
@@ -295,9 +297,11 @@ def test_rows_with_pictures_are_in_blocks_and_rows_without_have_none(tmp_path: P
         {"prompt": "Which is <image>?", "completion": "red", "image": picture(tmp_path, "red")},
         {"prompt": "2 + 2?", "completion": "4", "image": None},
     ]
-    found = load(tmp_path, "sft", rows)
-    assert found.shows and found.identity != load(tmp_path, "sft", [rows[1], rows[1]]).identity
-    by_answer = {row["completion"][0]["content"][0]["text"]: row for row in found.train}
+    dataset = load(tmp_path, "sft", rows)
+    assert (
+        dataset.shows and dataset.identity != load(tmp_path, "sft", [rows[1], rows[1]]).identity
+    )
+    by_answer = {row["completion"][0]["content"][0]["text"]: row for row in dataset.train}
     kinds = [
         [block["type"] for block in by_answer[name]["prompt"][0]["content"]]
         for name in ("red", "4")
@@ -312,10 +316,10 @@ def test_one_question_about_two_pictures_is_two_questions(tmp_path: Path) -> Non
         {"prompt": "Which?", "completion": name, "image": picture(tmp_path, name)}
         for name in colours
     ]
-    found = load(tmp_path, "sft", rows, held_out=1)
-    assert {len(found.train), len(found.held_out)} == {1, 2}
-    assert {row["images"][0] for row in found.train}.isdisjoint(
-        {row["images"][0] for row in found.held_out}
+    dataset = load(tmp_path, "sft", rows, held_out=1)
+    assert {len(dataset.train), len(dataset.held_out)} == {1, 2}
+    assert {row["images"][0] for row in dataset.train}.isdisjoint(
+        {row["images"][0] for row in dataset.held_out}
     )
 
 

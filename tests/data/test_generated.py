@@ -30,21 +30,21 @@ def refused(text: str, *, split: str = "train") -> str:
 )
 def test_arithmetic_is_right(task: str, sign: str, digits: int) -> None:
     for prompt, answer in rows(f"task:{task}?digits={digits}&size=200"):
-        found = re.fullmatch(
+        match = re.fullmatch(
             rf"What is (\d+) {re.escape(sign)} (\d+)\? Answer with just the number\.", prompt
         )
-        assert found is not None
-        a, b = int(found[1]), int(found[2])
-        assert len(found[1]) == len(found[2]) == digits
+        assert match is not None
+        a, b = int(match[1]), int(match[2])
+        assert len(match[1]) == len(match[2]) == digits
         assert int(answer) == {"+": a + b, "-": a - b, "*": a * b}[sign] >= 0
 
 
 @pytest.mark.parametrize("digits", [1, 3])
 def test_comparing_is_right(digits: int) -> None:
     for prompt, answer in rows(f"task:larger?digits={digits}&size=200"):
-        found = re.match(r"Is (\d+) larger than (\d+)\? Begin with yes or no", prompt)
-        assert found is not None and answer == (
-            "yes" if int(found[1]) > int(found[2]) else "no"
+        match = re.match(r"Is (\d+) larger than (\d+)\? Begin with yes or no", prompt)
+        assert match is not None and answer == (
+            "yes" if int(match[1]) > int(match[2]) else "no"
         )
 
 
@@ -96,7 +96,7 @@ def test_a_smaller_size_is_the_beginning_of_a_larger_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "message"),
     [
         ("task:adition", "did you mean 'addition'"),
         ("task:", "there are addition, subtraction"),
@@ -112,8 +112,8 @@ def test_a_smaller_size_is_the_beginning_of_a_larger_one() -> None:
         ("task:addition?digits=1&digits=2", "given twice"),
     ],
 )
-def test_names_that_mean_nothing(text: str, found: str) -> None:
-    assert found in refused(text)
+def test_names_that_mean_nothing(text: str, message: str) -> None:
+    assert message in refused(text)
 
 
 def test_a_split_that_is_not_there() -> None:
@@ -201,7 +201,7 @@ class TestWithThePackage:
                 assert json.loads(row["gym_entry"])["question"] == row["prompt"]
 
     @pytest.mark.parametrize(
-        ("text", "found"),
+        ("text", "message"),
         [
             ("gym:chain_sm", "did you mean 'chain_sum'"),
             ("gym:", "such as chain_sum"),
@@ -213,8 +213,8 @@ class TestWithThePackage:
             ("gym:composite?size=3", "change"),
         ],
     )
-    def test_names_that_mean_nothing(self, text: str, found: str) -> None:
-        assert found in refused_gym(text)
+    def test_names_that_mean_nothing(self, text: str, message: str) -> None:
+        assert message in refused_gym(text)
 
     def test_a_split_that_is_not_there(self) -> None:
         assert "has the splits train and test" in refused_gym(

@@ -75,12 +75,15 @@ def write(path: Path, rows: list[dict[str, str]] = ROWS) -> Path:
     "suffix", ["jsonl", "json", "csv", "parquet", "jsonl.gz", "json.gz", "csv.gz", "JSONL"]
 )
 def test_every_kind_of_file_reads_the_same(tmp_path: Path, suffix: str) -> None:
-    found = load(write(tmp_path / f"data.{suffix}"))
-    assert [prompt.content for prompt in found.prompts] == [row["prompt"] for row in ROWS]
-    assert [prompt.columns for prompt in found.prompts] == [{"answer": "a"}, {"answer": "b"}]
-    assert [prompt.row for prompt in found.prompts] == [0, 1]
-    assert found.columns == ("answer",) and not found.is_chat
-    assert found.identity == load(write(tmp_path / "same.jsonl")).identity
+    prompt_set = load(write(tmp_path / f"data.{suffix}"))
+    assert [prompt.content for prompt in prompt_set.prompts] == [row["prompt"] for row in ROWS]
+    assert [prompt.columns for prompt in prompt_set.prompts] == [
+        {"answer": "a"},
+        {"answer": "b"},
+    ]
+    assert [prompt.row for prompt in prompt_set.prompts] == [0, 1]
+    assert prompt_set.columns == ("answer",) and not prompt_set.is_chat
+    assert prompt_set.identity == load(write(tmp_path / "same.jsonl")).identity
 
 
 EDIT_AND_READ = """

@@ -141,8 +141,8 @@ def test_objects_of_parquet_have_their_own_keys_alone(tmp_path: Path) -> None:
         ({"prompt": row["messages"][:1], "completion": row["messages"][1:], "tools": json.dumps(row["tools"])}
          for row in rows), key=str,
     )  # fmt: skip
-    asked = prompts(tmp_path / "rows.parquet").prompts
-    assert [list(prompt.tools) for prompt in asked] == [row["tools"] for row in rows]
+    grpo_prompts = prompts(tmp_path / "rows.parquet").prompts
+    assert [list(prompt.tools) for prompt in grpo_prompts] == [row["tools"] for row in rows]
 
 
 def test_calls_of_openai_are_objects_also_under_their_old_name(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_turns_of_an_example_stand_between_system_and_prompt(tmp_path: Path) -> 
     turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "2 + 2?"}\n')
-    told = {
+    settings = {
         "model": "m",
         "dataset": str(file),
         "output": "o",
@@ -78,9 +78,9 @@ def test_turns_of_an_example_stand_between_system_and_prompt(tmp_path: Path) -> 
         (None, []),
         ("Be brief.", [{"role": "system", "content": "Be brief."}]),
     ):
-        found = load_prompts(RunConfig(**told, few_shot=turns, system_prompt=system))
-        assert found.is_chat
-        assert found.prompts[0].content == [
+        prompt_set = load_prompts(RunConfig(**settings, few_shot=turns, system_prompt=system))
+        assert prompt_set.is_chat
+        assert prompt_set.prompts[0].content == [
             *before,
             *turns,
             {"role": "user", "content": "2 + 2?"},
@@ -88,7 +88,7 @@ def test_turns_of_an_example_stand_between_system_and_prompt(tmp_path: Path) -> 
     file.write_text(
         '{"prompt": [{"role": "system", "content": "Mine."}, {"role": "user", "content": "3?"}]}\n'
     )
-    content = load_prompts(RunConfig(**told, few_shot=turns)).prompts[0].content
+    content = load_prompts(RunConfig(**settings, few_shot=turns)).prompts[0].content
     assert [turn["content"] for turn in content if isinstance(turn, dict)] == [
         "Mine.",
         "1 + 1?",
@@ -133,12 +133,12 @@ def test_the_fingerprint_takes_what_json_cannot(tmp_path: Path) -> None:
         "raw": b"\xff",
     }
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "d.parquet")
-    found = load(tmp_path / "d.parquet")
-    assert found.prompts[0].columns["when"] == row["when"]
+    prompt_set = load(tmp_path / "d.parquet")
+    assert prompt_set.prompts[0].columns["when"] == row["when"]
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist([{**row, "raw": b"\xfe"}]), tmp_path / "e.parquet"
     )
-    assert load(tmp_path / "e.parquet").identity != found.identity
+    assert load(tmp_path / "e.parquet").identity != prompt_set.identity
 
 
 def test_as_chat_and_system_prompt(tmp_path: Path) -> None:
@@ -188,25 +188,25 @@ def test_ten_thousand_rows_are_checked_in_two_seconds_without_torch(tmp_path: Pa
 
 def test_gsm8k_works_as_it_is() -> None:
     begin = time.process_time()
-    found = load(real("gsm8k/train.jsonl"))
+    prompt_set = load(real("gsm8k/train.jsonl"))
     assert time.process_time() - begin < 10
-    assert len(found.prompts) == 7473 and found.columns == ("answer",)
-    assert all("#### " in prompt.columns["answer"] for prompt in found.prompts)
-    assert isinstance(found.prompts[0].content, str) and found.prompts[0].content.startswith(
-        "Natalia sold clips"
-    )
+    assert len(prompt_set.prompts) == 7473 and prompt_set.columns == ("answer",)
+    assert all("#### " in prompt.columns["answer"] for prompt in prompt_set.prompts)
+    assert isinstance(prompt_set.prompts[0].content, str) and prompt_set.prompts[
+        0
+    ].content.startswith("Natalia sold clips")
 
 
 def test_real_preference_pairs_ask_with_what_is_before_the_last_answer() -> None:
-    found = load(real("hh-rlhf/harmless-base-test.jsonl.gz"))
-    assert len(found.prompts) == 2312 and found.columns == ("rejected",)
-    assert all(prompt.content[-1]["role"] == "user" for prompt in found.prompts)
+    prompt_set = load(real("hh-rlhf/harmless-base-test.jsonl.gz"))
+    assert len(prompt_set.prompts) == 2312 and prompt_set.columns == ("rejected",)
+    assert all(prompt.content[-1]["role"] == "user" for prompt in prompt_set.prompts)
 
 
 def test_humaneval_works_as_it_is() -> None:
-    found = load(real("humaneval/HumanEval.jsonl.gz"))
-    assert len(found.prompts) == 164
-    assert set(found.columns) == {"task_id", "canonical_solution", "test", "entry_point"}
+    prompt_set = load(real("humaneval/HumanEval.jsonl.gz"))
+    assert len(prompt_set.prompts) == 164
+    assert set(prompt_set.columns) == {"task_id", "canonical_solution", "test", "entry_point"}
 
 
 def test_a_rank_holds_what_it_draws_and_not_the_dataset(tmp_path: Path) -> None:
@@ -239,8 +239,8 @@ def prompts_of(
         rows=rows,
         columns=tuple(dict.fromkeys(name for row in rows for name in row)),
     )
-    found = to_prompts(table, config("data", **options), as_chat=as_chat)
-    return tuple(found.prompts), found.columns
+    prompt_set = to_prompts(table, config("data", **options), as_chat=as_chat)
+    return tuple(prompt_set.prompts), prompt_set.columns
 
 
 def contents(*rows: dict[str, Any], **options: Any) -> list[Any]:
@@ -311,11 +311,13 @@ def test_an_empty_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "found"),
+    ("value", "description"),
     [(None, "null"), (3, "int"), (1.5, "float"), ({"role": "user"}, "dict"), (b"x", "bytes")],
 )
-def test_prompts_of_another_type(value: Any, found: str) -> None:
-    assert f"is {found} in row 1 of data" in refused_rows({"prompt": "a"}, {"prompt": value})
+def test_prompts_of_another_type(value: Any, description: str) -> None:
+    assert f"is {description} in row 1 of data" in refused_rows(
+        {"prompt": "a"}, {"prompt": value}
+    )
 
 
 @pytest.mark.parametrize("value", ["", "  \n"])
@@ -384,7 +386,7 @@ def test_a_conversation_without_a_question(value: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "found"),
+    ("turn", "message"),
     [
         ("hi", "turn 1 of 'prompt' is str in row 0 of data"),
         (
@@ -402,8 +404,8 @@ def test_a_conversation_without_a_question(value: list[Any]) -> None:
         ),
     ],
 )
-def test_turns_that_are_none(turn: Any, found: str) -> None:
-    assert found in refused_rows({"prompt": [USER, turn]})
+def test_turns_that_are_none(turn: Any, message: str) -> None:
+    assert message in refused_rows({"prompt": [USER, turn]})
 
 
 def test_a_system_prompt_makes_text_a_chat() -> None:
@@ -411,10 +413,12 @@ def test_a_system_prompt_makes_text_a_chat() -> None:
 
 
 def test_a_system_prompt_goes_before_chats_that_have_none() -> None:
-    own = {"role": "system", "content": "be long"}
-    assert contents({"prompt": [USER]}, {"prompt": [own, USER]}, system_prompt="be brief") == [
+    long_system = {"role": "system", "content": "be long"}
+    assert contents(
+        {"prompt": [USER]}, {"prompt": [long_system, USER]}, system_prompt="be brief"
+    ) == [
         [SYSTEM, USER],
-        [own, USER],
+        [long_system, USER],
     ]
 
 
@@ -494,9 +498,11 @@ def test_of_several_environments_each_row_names_its_own(tmp_path: Path) -> None:
         {"environment": "Two", "topic": "owls"},
         {"environment": "one", "topic": ""},
     )
-    found = load(file, **SEVERAL)
-    assert [prompt.columns["environment"] for prompt in found.prompts] == ["Two", "one"]
-    assert found.prompts[0].content == [{"role": "user", "content": ""}], "TRL's placeholder"
+    prompt_set = load(file, **SEVERAL)
+    assert [prompt.columns["environment"] for prompt in prompt_set.prompts] == ["Two", "one"]
+    assert prompt_set.prompts[0].content == [{"role": "user", "content": ""}], (
+        "TRL's placeholder"
+    )
     write(file, {"environment": "Two"}, {"environment": "Two"}, {"environment": "a.py:Two"})
     with pytest.raises(
         DataError, match=r"one of one, Two; it is 'a.py:Two' in row 2 \(line 3\) of"
@@ -516,9 +522,9 @@ def test_environments_that_ask_need_no_dataset() -> None:
         ("a.py:Env", [{}]),  # its `reset` gets a prompt and nothing else
         (SEVERAL["env"], [{"environment": "one"}, {"environment": "Two"}]),
     ):
-        found = load("", env=env)
-        assert [prompt.columns for prompt in found.prompts] == rows
-        assert {str(prompt.content) for prompt in found.prompts} == {
+        prompt_set = load("", env=env)
+        assert [prompt.columns for prompt in prompt_set.prompts] == rows
+        assert {str(prompt.content) for prompt in prompt_set.prompts} == {
             "[{'role': 'user', 'content': ''}]"
         }
 

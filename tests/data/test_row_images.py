@@ -40,18 +40,18 @@ def refused(**row: Any) -> str:
 
 def test_a_picture_is_kept_and_the_prompt_has_its_hash(tmp_path: Path) -> None:
     store = ImageStore(tmp_path / "images")
-    found = prompts(
+    prompt_set = prompts(
         {"prompt": "Which colour?", "image": RED},
         {"prompt": "And now?", "image": None},
         store=store,
     )
-    first, second = found.prompts
+    first, second = prompt_set.prompts
     assert first.content == user(f"{IMAGE_MARK}Which colour?") and second.content == user(
         "And now?"
     )
     assert store.open(first.images[0].sha256).getpixel((0, 0)) == (255, 0, 0)
-    assert (found.shows, second.images) == (0, ())
-    assert found.columns == ("images",) and first.columns == {}
+    assert (prompt_set.shows, second.images) == (0, ())
+    assert prompt_set.columns == ("images",) and first.columns == {}
 
 
 def text(words: str) -> dict[str, str]:
@@ -81,8 +81,9 @@ def blocks(*pictures: dict[str, Any]) -> list[dict[str, Any]]:
 def test_pictures_stand_where_the_turns_have_them(row: dict[str, Any]) -> None:
     (prompt,) = prompts(row).prompts
     assert prompt.content == user(f"Is {IMAGE_MARK} as {IMAGE_MARK}?")
-    assert [one.sha256 for one in prompt.images] == [
-        one.sha256 for one in (ImageStore(None).put(RED, ""), ImageStore(None).put(BLUE, ""))
+    assert [image.sha256 for image in prompt.images] == [
+        image.sha256
+        for image in (ImageStore(None).put(RED, ""), ImageStore(None).put(BLUE, ""))
     ]
     kinds = [block["type"] for block in in_blocks(prompt.content)[0]["content"]]
     assert kinds == ["text", "image", "text", "image", "text"]
@@ -114,10 +115,10 @@ def test_paths_begin_at_the_dataset(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_has_the_pictures() -> None:
-    one, other, none = (
+    red, blue, none = (
         prompts({"prompt": "?", "image": image}).identity for image in (RED, BLUE, None)
     )
-    assert len({one, other, none}) == 3
+    assert len({red, blue, none}) == 3
 
 
 def test_a_hub_dataset_keeps_its_pictures_as_files() -> None:

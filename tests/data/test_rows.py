@@ -108,9 +108,9 @@ def test_every_command_reads_a_form_the_same(
     (example,) = examples(path, "sft").train
     assert example["prompt"] == question
     assert [turn["content"] for turn in example["completion"]] == [answer]
-    asked = prompts(path)
-    assert asked.prompts[0].content == question
-    assert asked.prompts[0].columns.get("answer") == gold
+    prompt_set = prompts(path)
+    assert prompt_set.prompts[0].content == question
+    assert prompt_set.prompts[0].columns.get("answer") == gold
     pair = {key: value for key, value in row.items() if key not in ("completion", "messages")}
     if "messages" not in row and "conversations" not in row:
         path.write_text(json.dumps({**pair, "chosen": answer, "rejected": "no"}) + "\n")
@@ -237,9 +237,9 @@ def test_a_question_beside_whole_conversations_is_asked_once(
 def test_margins_are_numbers_in_a_csv_and_zero_where_a_row_has_none(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("prompt,chosen,rejected,margin\na,b,c,0.5\nd,e,f,\n")
-    found = examples(path, "reward")
-    assert sorted(row["margin"] for row in found.train) == [0.0, 0.5]
-    assert found.reading["notes"] == ["1 x pairs without a margin count as margin 0"]
+    dataset = examples(path, "reward")
+    assert sorted(row["margin"] for row in dataset.train) == [0.0, 0.5]
+    assert dataset.reading["notes"] == ["1 x pairs without a margin count as margin 0"]
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -491,10 +491,10 @@ def test_one_turn_needs_no_list(tmp_path: Path) -> None:
 
 def test_the_first_of_several_solutions_is_learned(tmp_path: Path) -> None:
     rows = [{"question": "Q?", "solutions": json.dumps(texts)} for texts in (["a", "b"], [])]
-    found = examples(write_jsonl(tmp_path / "a.jsonl", rows), "sft")
-    assert [row["completion"] for row in found.train] == [[said("a")]]
-    assert found.reading["notes"] == ["1 x of several solutions the first is learned"]
-    assert found.left_out == {"no answer": 1}
+    dataset = examples(write_jsonl(tmp_path / "a.jsonl", rows), "sft")
+    assert [row["completion"] for row in dataset.train] == [[said("a")]]
+    assert dataset.reading["notes"] == ["1 x of several solutions the first is learned"]
+    assert dataset.left_out == {"no answer": 1}
 
 
 def test_a_context_belongs_to_its_question(tmp_path: Path) -> None:
@@ -669,8 +669,8 @@ def answer_marks(row: dict[str, Any]) -> set[str]:
 
 def read_example(method: str, path: Path, as_chat: bool) -> tuple[list[dict[str, Any]], Any]:
     if method not in ("grpo", "eval"):
-        found = examples(path, method, as_chat=as_chat)
-        return list(found.train), found
+        dataset = examples(path, method, as_chat=as_chat)
+        return list(dataset.train), dataset
     options = {
         "algorithm": method,
         "model": "m",
@@ -705,31 +705,37 @@ def test_no_text_of_a_thousand_mixed_rows_disappears_or_changes_place(
             ]
         path = write_rows(rows, tmp_path, chance)
         try:
-            read, found = read_example(method, path, as_chat)
+            read, dataset = read_example(method, path, as_chat)
         except DataError as problem:
             rule = r"row \d+|lacks the columns|has no column|has none of the|no row of|every label|mixes text and chat"
             assert re.search(rule, str(problem)), problem
             continue
         num_read += 1
-        unused = {*found.reading["unused"]}
-        if any("keep their own system prompt" in note for note in found.reading["notes"]):
+        unused = {*dataset.reading["unused"]}
+        if any("keep their own system prompt" in note for note in dataset.reading["notes"]):
             unused |= {"system", "system_prompt"}
         num_absent = 0
         for row in rows:
             made = [example for example in read if marks_in(example) & marks_in(row)]
             num_absent += not made
-            asked = set().union(*(marks_in(example.get("prompt", "")) for example in made))
+            prompt_marks = set().union(
+                *(marks_in(example.get("prompt", "")) for example in made)
+            )
             kept = marks_in(made)
             is_whole = any("text" in example for example in made)
             if method in ("grpo", "eval"):
                 kept |= answer_marks(row)  # the policy writes it
             for name, value in row.items() if made else ():
                 lost = marks_in(value) - kept
-                assert not lost or name in unused, (name, row, made, found.reading)
+                assert not lost or name in unused, (name, row, made, dataset.reading)
                 if name in ASKED and name not in unused and not is_whole:
-                    assert marks_in(value) <= asked | answer_marks(row), (name, row, made)
-            assert is_whole or not answer_marks(row) & asked, (row, made)
-        num_left_out = 0 if method in ("grpo", "eval") else found.left_out.total()
+                    assert marks_in(value) <= prompt_marks | answer_marks(row), (
+                        name,
+                        row,
+                        made,
+                    )
+            assert is_whole or not answer_marks(row) & prompt_marks, (row, made)
+        num_left_out = 0 if method in ("grpo", "eval") else dataset.left_out.total()
         assert num_absent == num_left_out
     assert num_read >= 15
 
@@ -815,6 +821,6 @@ def test_what_a_plan_says_of_pairs_that_are_prompts(tmp_path: Path) -> None:
 def test_a_nan_of_pandas_is_an_empty_cell(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("instruction,input,output\nAdd.,nan,x\nSub.,1 2,nan\nMul.,3,NaN\n")
-    found = examples(path, "sft")
-    assert [row["prompt"] for row in found.train] == [[user("Add.")]]
-    assert found.left_out == {"no answer": 2}
+    dataset = examples(path, "sft")
+    assert [row["prompt"] for row in dataset.train] == [[user("Add.")]]
+    assert dataset.left_out == {"no answer": 2}

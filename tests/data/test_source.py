@@ -43,8 +43,8 @@ class Hub(BaseHTTPRequestHandler):
         self.answer()
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        wanted = asked["paths"] if isinstance(asked["paths"], list) else [asked["paths"]]
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        wanted = body["paths"] if isinstance(body["paths"], list) else [body["paths"]]
         self.send(
             json.dumps([entry for entry in self.tree() if entry["path"] in wanted]).encode()
         )

@@ -20,14 +20,14 @@ def config(**options: Any) -> RunConfig:
 
 
 def test_ppo_has_a_critic_and_the_kl_in_the_reward() -> None:
-    found = config(algorithm="ppo", group_size=1)
-    assert isinstance(found, PPOConfig)
-    assert (found.critic, found.kl_in, found.trl) == (
+    resolved = config(algorithm="ppo", group_size=1)
+    assert isinstance(resolved, PPOConfig)
+    assert (resolved.critic, resolved.kl_in, resolved.trl) == (
         CriticSettings(),
         "reward",
         {"loss_type": "dapo", "scale_rewards": "none"},
     )
-    assert resolve(recipe=found.model_dump(mode="json")) == found, (
+    assert resolve(recipe=resolved.model_dump(mode="json")) == resolved, (
         "a resumed run is the same run"
     )
     over = config(
@@ -39,29 +39,29 @@ def test_ppo_has_a_critic_and_the_kl_in_the_reward() -> None:
 
 
 def test_a_teacher_is_the_first_of_the_rewards() -> None:
-    found = config(**DISTILL)
-    assert [one.reward for one in found.rewards] == ["teacher:t", "exact_answer"]
-    assert found.teaches_alone
-    assert resolve(recipe=found.model_dump(mode="json")) == found, (
+    resolved = config(**DISTILL)
+    assert [reward.reward for reward in resolved.rewards] == ["teacher:t", "exact_answer"]
+    assert resolved.teaches_alone
+    assert resolve(recipe=resolved.model_dump(mode="json")) == resolved, (
         "a resumed run is the same run"
     )
     weighted = {
-        **found.model_dump(mode="json"),
+        **resolved.model_dump(mode="json"),
         "rewards": [{"reward": "teacher:t", "weight": 0.5}, "length"],
     }
     again = resolve(recipe=weighted, options={"teacher": "t"})
     other = resolve(recipe=weighted, options={"teacher": "u"})
     assert isinstance(again, RunConfig) and isinstance(other, RunConfig)
-    assert [(one.reward, one.weight) for one in again.rewards] == [
+    assert [(reward.reward, reward.weight) for reward in again.rewards] == [
         ("teacher:t", 0.5),
         ("length", 1),
     ]
-    assert [(one.reward, one.weight) for one in other.rewards] == [
+    assert [(reward.reward, reward.weight) for reward in other.rewards] == [
         ("teacher:u", 1),
         ("length", 1),
     ]
     alone = resolve(options={"model": "m", "dataset": "d", "group_size": 1, **DISTILL})
-    assert isinstance(alone, RunConfig) and [one.reward for one in alone.rewards] == [
+    assert isinstance(alone, RunConfig) and [reward.reward for reward in alone.rewards] == [
         "teacher:t"
     ]
 

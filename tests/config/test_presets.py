@@ -316,8 +316,8 @@ def test_dapo_brings_its_overlong_punishment_and_the_user_can_change_it() -> Non
     assert [reward.reward for reward in config.rewards] == ["r", "overlong"]
     assert config.rewards[1].model_dump(exclude_defaults=True) == brought
     assert resolve(options=said, sets=["rewards.1.weight=0"]).rewards[1].weight == 0
-    own = {"reward": "overlong", "args": {"max_tokens": 100, "cache_tokens": 50}}
-    assert len(resolve(options={**said, "rewards": [own]}).rewards) == 1, (
+    overlong = {"reward": "overlong", "args": {"max_tokens": 100, "cache_tokens": 50}}
+    assert len(resolve(options={**said, "rewards": [overlong]}).rewards) == 1, (
         "a run's own is not doubled"
     )
     assert resolve(recipe=config.model_dump(mode="json")) == config, (

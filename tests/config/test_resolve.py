@@ -423,29 +423,29 @@ def test_no_tracker_passes_that_is_not_installed(
 def test_a_base_in_4_bits_is_refused_where_it_cannot_be(
     changes: dict[str, Any], message: str
 ) -> None:
-    told = {
+    options = {
         "model": "m",
         "dataset": "task:addition",
         "output": "o",
         "rewards": ["exact_answer"],
         "quantize": "4bit",
     }
-    check_needs(resolve(options=told))
+    check_needs(resolve(options=options))
     with pytest.raises(ConfigError) as refused:
-        check_needs(resolve(options=told | changes))
+        check_needs(resolve(options=options | changes))
     assert message in str(refused.value)
 
 
 def test_an_environment_has_the_name_that_was_given_or_its_own() -> None:
-    given = [
+    declared = [
         "walk=a.py:Walk",
         "a.py:Hunt",
         "textarena:Sudoku-v0?clues=20",
         "gym:chain_sum?x=a:b",
     ]
-    found = resolve(recipe=BASE | {"env": given}).environments
-    assert list(found) == ["walk", "Hunt", "Sudoku-v0", "chain_sum"]
-    assert list(found.values()) == ["a.py:Walk", *given[1:]]
+    environments = resolve(recipe=BASE | {"env": declared}).environments
+    assert list(environments) == ["walk", "Hunt", "Sudoku-v0", "chain_sum"]
+    assert list(environments.values()) == ["a.py:Walk", *declared[1:]]
     assert resolve(recipe=BASE | {"env": "a.py:Walk"}).env == ["a.py:Walk"], (
         "as in a run.json of an earlier version"
     )

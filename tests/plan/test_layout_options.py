@@ -103,7 +103,7 @@ def planned(keys: dict[str, Any], devices: str) -> Plan:
         devices=devices,
         scorer=first_scorer(served_models(with_declarations(config))),
         core=CORE,
-        check=lambda one, fleet: check_described(with_declarations(one), fleet),
+        check=lambda candidate, fleet: check_described(with_declarations(candidate), fleet),
     )
 
 
@@ -130,7 +130,7 @@ def check_as_launched(
     check_run(config, site, vllm=True)
     _, models, slots, _ = arrange(config, site, facts_here)
     if not fleet.device.on_cpu and len(models) <= 2:
-        assert [one.width for one in models] == [
+        assert [model.width for model in models] == [
             strategy.tensor_parallel,
             strategy.judge_tensor_parallel,
         ][: len(models)], line
@@ -175,16 +175,19 @@ def test_every_way_of_hundreds_of_plans_can_be_run(
         unexpected = {why for _, why in made.refused if "engine." not in why}
         assert not unexpected, (unexpected, keys, devices)
         counts["nothing fits"] += not made.fitting
-        firsts = {one.strategy.kind: one for one in reversed(made.fitting)}  # of each placement
-        for kind, one in firsts.items():
+        firsts = {
+            candidate.strategy.kind: candidate for candidate in reversed(made.fitting)
+        }  # of each placement
+        for kind, forecast in firsts.items():
             counts[kind] += 1
             counts["wide"] += (
-                max(one.strategy.tensor_parallel, one.strategy.judge_tensor_parallel) > 1
+                max(forecast.strategy.tensor_parallel, forecast.strategy.judge_tensor_parallel)
+                > 1
             )
             counts["unequal"] += (
-                one.strategy.tensor_parallel != one.strategy.judge_tensor_parallel
+                forecast.strategy.tensor_parallel != forecast.strategy.judge_tensor_parallel
             )
-            check_as_launched(keys, one.strategy, made, tmp_path, monkeypatch)
+            check_as_launched(keys, forecast.strategy, made, tmp_path, monkeypatch)
     assert min(counts[kind] for kind in ("colocated", "dynamic")) > JOBS / 20, counts
     assert counts["refused as a whole"] < JOBS / 5 and counts["nothing fits"] < JOBS / 2, counts
 
@@ -217,7 +220,7 @@ def test_a_recipe_that_needs_gpus_fits_on_what_its_page_says(recipe: str, device
 def test_ways_over_several_devices_are_listed_with_their_widths() -> None:
     made = planned({"model": "Qwen/Qwen2.5-72B-Instruct", "prompts_per_step": 64}, "8xB200")
     assert not made.refused
-    assert {one.strategy.tensor_parallel for one in made.fitting} >= {2, 4, 8}
+    assert {forecast.strategy.tensor_parallel for forecast in made.fitting} >= {2, 4, 8}
     judged = {
         "rewards": [
             {"reward": "judge:cheerful", "args": {"model": "Qwen/Qwen2.5-72B-Instruct"}}
@@ -225,13 +228,14 @@ def test_ways_over_several_devices_are_listed_with_their_widths() -> None:
     }
     keys = {"model": "Qwen/Qwen2.5-7B-Instruct", "prompts_per_step": 64} | judged
     made = planned(keys, "8xH100")
-    one = next(
-        one
-        for one in made.fitting
-        if (one.strategy.tensor_parallel, one.strategy.judge_tensor_parallel) == (1, 4)
+    wide = next(
+        forecast
+        for forecast in made.fitting
+        if (forecast.strategy.tensor_parallel, forecast.strategy.judge_tensor_parallel)
+        == (1, 4)
     )
     config = config_with(keys)
-    line = layout_options(config, with_layout(config, one, made.fleet))
+    line = layout_options(config, with_layout(config, wide, made.fleet))
     assert "engine.tensor_parallel=1" in line and "rewards.0.args.tensor_parallel=4" in line
 
 
@@ -239,7 +243,7 @@ def test_a_declared_width_is_kept() -> None:
     made = planned(
         {"model": "Qwen/Qwen2.5-7B-Instruct", "engine": {"tensor_parallel": 2}}, "4xH100"
     )
-    assert {one.strategy.tensor_parallel for one in made.fitting} == {2}
+    assert {forecast.strategy.tensor_parallel for forecast in made.fitting} == {2}
     assert {why for _, why in made.refused} == {
         "engine.tensor_parallel is 2, and these engines would span another number of devices; leave it out"
     }
@@ -251,5 +255,5 @@ def test_ways_that_a_learner_refuses_are_not_among_those_that_fit() -> None:
     config = resolve(recipe=base, sets=(), options={"algorithm": "ppo"})
     assert isinstance(config, RunConfig)
     made = make_plan(config, devices="2xa100", check=check_described)
-    assert {one.strategy.sharding for one in made.fitting} == {"ddp"}
+    assert {forecast.strategy.sharding for forecast in made.fitting} == {"ddp"}
     assert any("take --accelerate ddp" in why for _, why in made.refused)

@@ -83,18 +83,22 @@ def test_an_engine_on_a_processor_holds_its_weights_thrice() -> None:
 
 def test_the_sync_holds_one_whole_weight() -> None:
     assert largest_weight(SMALL) == 4 * SMALL.head_params
-    one = forecast_step(JOB, replace(WAY, slots=1), Fleet(DEVICES["a100"], 1))
-    trainer = {phase: roles["trainer"] for phase, roles in one.phases.items()}
+    forecast = forecast_step(JOB, replace(WAY, slots=1), Fleet(DEVICES["a100"], 1))
+    trainer = {phase: roles["trainer"] for phase, roles in forecast.phases.items()}
     assert trainer["generate"] < trainer["sync"] < trainer["train"]
     assert trainer["sync"] - trainer["generate"] == largest_weight(SMALL)
 
 
 def test_processes_add_up_over_ranks_and_engines() -> None:
-    one, two = (
+    one_rank, two_ranks = (
         forecast_step(JOB, Strategy(ranks, 2, "ddp", 16 // ranks), Fleet(CORE, 2))
         for ranks in (1, 2)
     )
-    assert one.phases["all at once"]["rollout"] == two.phases["all at once"]["rollout"]
     assert (
-        1.5 < two.phases["all at once"]["trainer"] / one.phases["all at once"]["trainer"] < 2.2
+        one_rank.phases["all at once"]["rollout"] == two_ranks.phases["all at once"]["rollout"]
+    )
+    assert (
+        1.5
+        < two_ranks.phases["all at once"]["trainer"] / one_rank.phases["all at once"]["trainer"]
+        < 2.2
     )

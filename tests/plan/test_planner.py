@@ -40,35 +40,37 @@ def forecasts(
     candidates = strategies(work, fleet, micro_batch=micro_batch)
     assert len(set(candidates)) == len(candidates)
     made = [forecast_step(work, strategy, fleet) for strategy in candidates]
-    return [one for one in made if one.fits], [one for one in made if not one.fits]
+    return [forecast for forecast in made if forecast.fits], [
+        forecast for forecast in made if not forecast.fits
+    ]
 
 
 def test_what_fits_is_ranked_by_time() -> None:
     made = planned_on("8xa100", prompts_per_step=64, max_tokens=1024)
-    times = [one.step_s for one in made.fitting]
+    times = [forecast.step_s for forecast in made.fitting]
     assert len(times) > 10
     assert all(later >= earlier * 0.98 for earlier, later in itertools.pairwise(times))
-    assert all(one.peak[1] <= one.capacity for one in made.fitting)
-    over = [one.peak[1] - one.capacity for one in made.too_large]
+    assert all(forecast.peak[1] <= forecast.capacity for forecast in made.fitting)
+    over = [forecast.peak[1] - forecast.capacity for forecast in made.too_large]
     assert over == sorted(over)
-    for one in made.too_large:
-        assert "GiB" in why_too_large(one) or "no room" in why_too_large(one)
+    for misfit in made.too_large:
+        assert "GiB" in why_too_large(misfit) or "no room" in why_too_large(misfit)
 
 
 def test_a_judge_can_be_apart_or_on_the_same_devices() -> None:
     work = replace(JOB, judge=model_facts("Qwen3-8B"))
     fitting, _ = forecasts(work, EIGHT, micro_batch=4)
-    kinds = {one.strategy.kind for one in fitting}
+    kinds = {forecast.strategy.kind for forecast in fitting}
     assert kinds == {"colocated", "dynamic"}
-    asleep_ways = [one for one in fitting if one.strategy.sleeps]
+    sleeping = [forecast for forecast in fitting if forecast.strategy.sleeps]
     best = {
-        kind: min(one.step_s for one in asleep_ways if one.strategy.kind == kind)
+        kind: min(forecast.step_s for forecast in sleeping if forecast.strategy.kind == kind)
         for kind in kinds
     }
     assert best["dynamic"] <= best["colocated"], (
         "slots that move in the middle of a round wait less"
     )
-    apart = next(one for one in asleep_ways if one.strategy.kind == "dynamic")
+    apart = next(forecast for forecast in sleeping if forecast.strategy.kind == "dynamic")
     assert set(apart.phases) == {"train", "sync", "generate", "judge"}
     asleep = apart.phases["generate"]["judge"]
     assert asleep < 2 * GIB, "a launch starts an engine of every role on every slot"
@@ -86,16 +88,20 @@ def test_sleeping_engines_leave_their_memory_to_the_trainer() -> None:
 
 def test_what_fits_nowhere_says_why() -> None:
     full = replace(JOB, lora_rank=None)
-    fitting, others = forecasts(full, Fleet(DEVICES["a100"], 1), micro_batch=4)
-    assert not fitting and all("most of it the trainer" in why_too_large(one) for one in others)
+    fitting, too_large = forecasts(full, Fleet(DEVICES["a100"], 1), micro_batch=4)
+    assert not fitting and all(
+        "most of it the trainer" in why_too_large(forecast) for forecast in too_large
+    )
 
 
 def test_on_cores_every_process_counts_at_once() -> None:
     work = Workload(model_facts("smollm2-135m"))
     fitting, _ = forecasts(work, Fleet(CORE, 2), micro_batch=8)
-    assert {one.strategy.ranks for one in fitting} == {1, 2}
-    assert all(set(one.phases) == {"all at once"} for one in fitting)
-    assert all(set(one.phases["all at once"]) == {"trainer", "rollout"} for one in fitting)
+    assert {forecast.strategy.ranks for forecast in fitting} == {1, 2}
+    assert all(set(forecast.phases) == {"all at once"} for forecast in fitting)
+    assert all(
+        set(forecast.phases["all at once"]) == {"trainer", "rollout"} for forecast in fitting
+    )
 
 
 def planned_on(devices: str, **settings: object) -> Plan:
@@ -121,20 +127,20 @@ def test_a_7b_model_learns_with_adapters_on_one_device_of_24_gb() -> None:
 def test_a_micro_batch_that_is_given_stays() -> None:
     made = planned_on("1x24GB", trl={"per_device_train_batch_size": 32})
     assert not made.fitting and made.options is None
-    assert {one.strategy.micro_batch for one in made.too_large} == {32}
+    assert {forecast.strategy.micro_batch for forecast in made.too_large} == {32}
 
 
 def test_engines_with_devices_of_their_own_write_while_a_step_trains() -> None:
     """Training has the other devices to itself, and a step takes the longer of the two and the sync."""
     made = planned_on("8xa100", max_tokens=1024, sampling={"max_staleness": 4})
-    apart = [way for way in made.fitting if way.strategy.apart]
+    apart = [forecast for forecast in made.fitting if forecast.strategy.apart]
     assert made.fitting[0] is apart[0] and len(apart) < len(made.fitting)
-    for way in apart:
-        seconds, strategy = way.seconds, way.strategy
+    for overlapped in apart:
+        seconds, strategy = overlapped.seconds, overlapped.strategy
         assert seconds["step"] == seconds["sync"] + max(seconds["round"], seconds["train"])
         assert strategy.ranks + strategy.apart <= 8 and strategy.slots <= strategy.apart
-        assert "rollout" not in way.phases["train"]
-        assert way.phases["generate"].get("trainer", 0.0) == 0.0
+        assert "rollout" not in overlapped.phases["train"]
+        assert overlapped.phases["generate"].get("trainer", 0.0) == 0.0
     assert f"--set engine.devices={apart[0].strategy.apart}" in str(made.options)
 
 
@@ -145,9 +151,13 @@ def test_replicas_are_planned_where_there_are_machines_and_ranks_for_them(
     devices: str, kinds: set[str]
 ) -> None:
     made = planned_on(devices, prompts_per_step=64)
-    ways = [*made.fitting, *made.too_large]
-    assert {way.strategy.sharding for way in ways} & {"hsdp"} == kinds
-    assert all(way.strategy.replicas == 2 for way in ways if way.strategy.sharding == "hsdp")
+    candidates = [*made.fitting, *made.too_large]
+    assert {candidate.strategy.sharding for candidate in candidates} & {"hsdp"} == kinds
+    assert all(
+        candidate.strategy.replicas == 2
+        for candidate in candidates
+        if candidate.strategy.sharding == "hsdp"
+    )
     if not kinds:
         with pytest.raises(ConfigError, match=r"two machines of two ranks or more; .*fsdp2"):
             planned_on(devices, prompts_per_step=64, accelerate="hsdp")
@@ -166,5 +176,5 @@ def test_devices_apart_are_those_asked_for_or_any_where_engines_write_ahead(
     devices: str, settings: dict[str, Any], numbers: set[int]
 ) -> None:
     made = planned_on(devices, prompts_per_step=64, **settings)
-    ways = [*made.fitting, *made.too_large, *(way for way, _ in made.refused)]
-    assert {way.strategy.apart for way in ways} == numbers
+    candidates = [*made.fitting, *made.too_large, *(candidate for candidate, _ in made.refused)]
+    assert {candidate.strategy.apart for candidate in candidates} == numbers

@@ -143,7 +143,9 @@ def test_controllers_that_know_the_same_numbers_start_alike(
             play.run_out(random.Random(seed + index))
         gathered = [
             sum(values)
-            for values in zip(*(one.measurements() for one in controllers), strict=True)
+            for values in zip(
+                *(controller.measurements() for controller in controllers), strict=True
+            )
         ]
         for allocator in controllers:
             allocator.learn(gathered)

@@ -59,8 +59,8 @@ def test_what_is_even_stays() -> None:
 
 def test_what_both_sides_wait_for_is_no_gain() -> None:
     """A step of 120 s of which neither side works 100 cannot become shorter by more than its work."""
-    told = found(rows(6, 40, 120, waits_s=100), 6)
-    assert not told
+    divisions = found(rows(6, 40, 120, waits_s=100), 6)
+    assert not divisions
     (_, sentence), *_ = found(rows(2, 40, 120, waits_s=100), 2)
     assert "120.0 s a step instead of 160.0" in sentence
 

@@ -24,15 +24,19 @@ def allocator(words: str = "dynamic", num_slots: int = 4) -> Allocator:
     )
 
 
-def play(one: Allocator, number: int) -> Outcome:
+def play(slot_allocator: Allocator, number: int) -> Outcome:
     """Rounds that drift, so that the division has to follow; some groups cannot teach."""
     work = Workload(
         Lengths(100 + 60 * number, 0.8, 2000), {JUDGE: 250.0}, group_size=4, teach_share=0.7
     )
     outcome = SimulatedRound(
-        [one], MACHINE, work.group_at, Demand(12, dynamic=True), position=APART * number
+        [slot_allocator],
+        MACHINE,
+        work.group_at,
+        Demand(12, dynamic=True),
+        position=APART * number,
     ).run()
-    one.learn(one.measurements())
+    slot_allocator.learn(slot_allocator.measurements())
     return outcome
 
 
@@ -69,14 +73,14 @@ def test_slots_follow_the_seconds_of_each_roles_requests() -> None:
     """Short verdicts get the least, long ones more slots than what they judge."""
     num_judges = []
     for verdict in (10.0, 250.0, 1500.0):
-        one = allocator(num_slots=8)
+        slot_allocator = allocator(num_slots=8)
         work = Workload(Lengths(300, 0.3, 1000), {JUDGE: verdict}, group_size=4)
         for number in range(5):
             SimulatedRound(
-                [one], MACHINE, work.group_at, Demand(16), position=1000 * number
+                [slot_allocator], MACHINE, work.group_at, Demand(16), position=1000 * number
             ).run()
-            one.learn(one.measurements())
-        num_judges.append(one.division[JUDGE])
+            slot_allocator.learn(slot_allocator.measurements())
+        num_judges.append(slot_allocator.division[JUDGE])
     assert num_judges[0] == 1 < num_judges[1] < num_judges[2]
 
 
@@ -106,8 +110,8 @@ def test_slots_are_divided_whole_and_every_role_has_one(
 def test_where_engines_stay_awake_long_verdicts_have_slots_of_their_own(
     verdict: float, mode: str
 ) -> None:
-    one = Allocator(SlotPool(2, ROLES, dict.fromkeys(ROLES, 64)))
+    slot_allocator = Allocator(SlotPool(2, ROLES, dict.fromkeys(ROLES, 64)))
     work = Workload(Lengths(200, 0.8, 1000), {JUDGE: verdict}, group_size=4)
-    SimulatedRound([one], MACHINE, work.group_at, Demand(8)).run()
-    one.learn(one.measurements())
-    assert one.mode == mode and one.gathers == (mode == "shared")
+    SimulatedRound([slot_allocator], MACHINE, work.group_at, Demand(8)).run()
+    slot_allocator.learn(slot_allocator.measurements())
+    assert slot_allocator.mode == mode and slot_allocator.gathers == (mode == "shared")

@@ -57,7 +57,7 @@ def test_a_request_goes_to_the_slot_with_the_fewest_in_flight(
             loads = {
                 slot: (
                     number_of[slot, role],
-                    sum(number_of[slot, one] for one in ROLES),
+                    sum(number_of[slot, any_role] for any_role in ROLES),
                     slot,
                 )
                 for slot in range(5)

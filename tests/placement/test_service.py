@@ -159,13 +159,13 @@ def test_when_the_allocator_dies_whoever_waits_and_whoever_asks_hears_it(
 ) -> None:
     async def work() -> None:
         process = start(2)
-        one, other = await opened(slots_of(0, socket), slots_of(1, socket))
+        first, second = await opened(slots_of(0, socket), slots_of(1, socket))
 
         async def play(slots: Slots) -> None:
             async with slots.round():
                 await turns(slots, ROLLOUT, 9, seconds=30)
 
-        playing = [asyncio.create_task(play(slots)) for slots in (one, other)]
+        playing = [asyncio.create_task(play(slots)) for slots in (first, second)]
         await asyncio.sleep(0.5)
         os.kill(process.pid, signal.SIGKILL)
         for ended in await asyncio.gather(*playing, return_exceptions=True):
@@ -173,7 +173,7 @@ def test_when_the_allocator_dies_whoever_waits_and_whoever_asks_hears_it(
                 ended, RunError
             ) and "the allocator of this machine's slots is gone" in str(ended)
         with pytest.raises(RunError, match=r"gone \(see logs/allocator.log\)"):
-            await turns(one, JUDGE, 1)
+            await turns(first, JUDGE, 1)
 
     run(work())
 
@@ -181,19 +181,23 @@ def test_when_the_allocator_dies_whoever_waits_and_whoever_asks_hears_it(
 def test_a_rank_that_dies_gives_its_turns_back(socket: Path, start: Start) -> None:
     async def work() -> None:
         start(2)
-        one, other = await opened(slots_of(0, socket), slots_of(1, socket))
+        holder, waiter = await opened(slots_of(0, socket), slots_of(1, socket))
 
         holds_one = asyncio.Event()
 
         async def hold() -> None:
-            async with one.round(), one.turn(ROLLOUT), one.turn(ROLLOUT):  # all that a slot has
+            async with (
+                holder.round(),
+                holder.turn(ROLLOUT),
+                holder.turn(ROLLOUT),
+            ):  # all that a slot has
                 holds_one.set()
                 await asyncio.sleep(60)
 
         async def wait() -> None:
-            async with other.round():
+            async with waiter.round():
                 await holds_one.wait()
-                done.append(await turns(other, ROLLOUT, 4))
+                done.append(await turns(waiter, ROLLOUT, 4))
                 # The round of a rank whose peer is gone has no common end.
                 await asyncio.sleep(60)
 
@@ -203,7 +207,7 @@ def test_a_rank_that_dies_gives_its_turns_back(socket: Path, start: Start) -> No
         await holds_one.wait()
         await asyncio.sleep(0.5)
         assert not done
-        one.close()
+        holder.close()
         while not done:
             await asyncio.sleep(0.02)
         assert done == [{0}]

@@ -263,7 +263,7 @@ async def _random_events(num_ranks: int, seed: int, words: str, *, exclusive: bo
     source = random.Random(seed)
     machine = await Machine(num_ranks, words, num_slots=3, exclusive=exclusive).begin()
     shared = machine.shared
-    asked: dict[int, str] = {}
+    requests: dict[int, str] = {}
     running: dict[int, int] = {}
     swapping: list[int] = []
     gone: set[int] = set()
@@ -280,7 +280,7 @@ async def _random_events(num_ranks: int, seed: int, words: str, *, exclusive: bo
                 swapping.append(number)
 
     def forget(request: int) -> None:
-        asked.pop(request)
+        requests.pop(request)
         running.pop(request, None)
 
     for step in range(120):
@@ -288,10 +288,10 @@ async def _random_events(num_ranks: int, seed: int, words: str, *, exclusive: bo
         if choice < 0.5 and step < 80:
             rank = source.choice([rank for rank in range(num_ranks) if rank not in gone])
             request = step * num_ranks + rank
-            asked[request] = source.choice(ROLES)
-            shared.ask(request, asked[request], 0.0)
-        elif choice < 0.6 and asked:
-            request = source.choice(sorted(asked))
+            requests[request] = source.choice(ROLES)
+            shared.ask(request, requests[request], 0.0)
+        elif choice < 0.6 and requests:
+            request = source.choice(sorted(requests))
             shared.withdraw(request)
             forget(request)
         elif choice < 0.62 and len(gone) < num_ranks - 1:
@@ -299,7 +299,7 @@ async def _random_events(num_ranks: int, seed: int, words: str, *, exclusive: bo
             if all(home_rank(slot, num_ranks) != lost for slot in range(3)):
                 gone.add(lost)
                 shared.leave(lost)
-                for request in [request for request in asked if request % num_ranks == lost]:
+                for request in [request for request in requests if request % num_ranks == lost]:
                     forget(request)
         elif swapping and choice < 0.8:
             shared.swapped(swapping.pop())
@@ -318,5 +318,5 @@ async def _random_events(num_ranks: int, seed: int, words: str, *, exclusive: bo
         else:
             break
         await act()
-    assert not asked and shared.allocator.is_idle
+    assert not requests and shared.allocator.is_idle
     assert max(num_starts.values(), default=1) == 1

@@ -8,13 +8,13 @@ from ycore_recipes import digits
 def test_both_readers_read_digits_that_they_have_not_seen() -> None:
     load_digits = pytest.importorskip("sklearn.datasets").load_digits
     pillow = pytest.importorskip("PIL.Image")
-    found = load_digits()
-    rows = np.random.default_rng(0).permutation(len(found.target))[1400:]
+    dataset = load_digits()
+    rows = np.random.default_rng(0).permutation(len(dataset.target))[1400:]
     images = [
         pillow.fromarray((picture * 255 / 16).round().astype(np.uint8))
-        for picture in found.images[rows]
+        for picture in dataset.images[rows]
     ]
-    labels = found.target[rows].tolist()
+    labels = dataset.target[rows].tolist()
     assert np.mean(digits.hits(images, labels)) > 0.97
     assert np.mean(digits.judge(images, labels)) > 0.97
     wrong = [(label + 1) % 10 for label in labels]

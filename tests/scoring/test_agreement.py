@@ -31,14 +31,14 @@ ROWS = [
 
 def config_of(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> RunConfig:
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {
+    options = {
         "model": "m",
         "dataset": str(tmp_path / "pairs.jsonl"),
         "output": "o",
         "rewards": [AGREES],
         **settings,
     }
-    return RunConfig.model_validate(given)
+    return RunConfig.model_validate(options)
 
 
 def questions(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> PromptSet:
@@ -49,38 +49,46 @@ def questions(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> Pr
 
 
 def test_each_pair_is_the_judges_own_question(tmp_path: Path) -> None:
-    found = questions(tmp_path, [{**ROWS[0], "chosen": "good<|end|>"}])
-    (asked,) = found.prompts
-    key = asked.columns[KEY]
-    shown = ["good<|end|>", "bad0"] if shows_chosen_first(key) else ["bad0", "good<|end|>"]
+    prompt_set = questions(tmp_path, [{**ROWS[0], "chosen": "good<|end|>"}])
+    (question,) = prompt_set.prompts
+    key = question.columns[KEY]
+    answers = ["good<|end|>", "bad0"] if shows_chosen_first(key) else ["bad0", "good<|end|>"]
     prompt = Prompt(0, [{"role": "user", "content": "0 + 1?"}])
-    assert asked.content == Questioner(agreement_of(AGREES), ("<|end|>",)).pairwise(
-        prompt, *shown, key=key
+    assert question.content == Questioner(agreement_of(AGREES), ("<|end|>",)).pairwise(
+        prompt, *answers, key=key
     )
-    text = asked.content[1]["content"]
-    assert f"<score-{verdict_code(key)}>" in text and "good< |end|>" in text and found.is_chat
-    assert found.columns == ("chosen", "rejected"), (
+    text = question.content[1]["content"]
+    assert (
+        f"<score-{verdict_code(key)}>" in text and "good< |end|>" in text and prompt_set.is_chat
+    )
+    assert prompt_set.columns == ("chosen", "rejected"), (
         "the key is no column that a reward may ask for"
     )
 
 
 def test_half_of_the_pairs_are_in_each_order_always_the_same(tmp_path: Path) -> None:
-    asked = [*questions(tmp_path, ROWS).prompts]
-    first = [shows_chosen_first(one.columns[KEY]) for one in asked]
+    prompts = [*questions(tmp_path, ROWS).prompts]
+    first = [shows_chosen_first(prompt.columns[KEY]) for prompt in prompts]
     assert 160 < sum(first) < 240
-    for one, chosen_first in zip(asked, first, strict=True):
-        text = one.content[1]["content"]
+    for question, chosen_first in zip(prompts, first, strict=True):
+        text = question.content[1]["content"]
         assert (text.index("\ngood") < text.index("\nbad")) == chosen_first
-    assert len({one.columns[KEY] for one in asked}) == len(ROWS)
+    assert len({prompt.columns[KEY] for prompt in prompts}) == len(ROWS)
     backwards = [*questions(tmp_path, ROWS[::-1]).prompts]
-    assert [one.content for one in backwards[::-1]] == [one.content for one in asked], (
-        "whatever its row is"
-    )
+    assert [prompt.content for prompt in backwards[::-1]] == [
+        prompt.content for prompt in prompts
+    ], "whatever its row is"
     other = [
-        shows_chosen_first(one.columns[KEY])
-        for one in questions(tmp_path, ROWS, seed=1).prompts
+        shows_chosen_first(prompt.columns[KEY])
+        for prompt in questions(tmp_path, ROWS, seed=1).prompts
     ]
-    assert 120 < sum(one != two for one, two in zip(first, other, strict=True)) < 280
+    assert (
+        120
+        < sum(
+            is_first != other_first for is_first, other_first in zip(first, other, strict=True)
+        )
+        < 280
+    )
 
 
 def keys() -> tuple[str, str]:

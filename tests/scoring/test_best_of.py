@@ -69,12 +69,12 @@ TURNS = [{"role": "user", "content": "3 + 4?"}]
 
 def test_the_answer_most_like_the_others_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the F1 of words: `it is 7` has 6/7 and 2/3 with two of the others, more than each of them."""
-    status, answer, asked = post(monkeypatch, "/v1/chat/completions", messages=TURNS)
+    status, answer, requests = post(monkeypatch, "/v1/chat/completions", messages=TURNS)
     assert status == 200 and answer["usage"] == {"completion_tokens": 12}
     assert answer["choices"] == [
         {"index": 0, "message": {"role": "assistant", "content": "it is 7"}}
     ]
-    assert asked == [{"model": "m", "messages": TURNS, "n": 4, "key": "Bearer k"}]
+    assert requests == [{"model": "m", "messages": TURNS, "n": 4, "key": "Bearer k"}]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -123,8 +123,8 @@ def test_a_reward_that_fails_is_named_in_the_answer(
 def test_what_it_cannot_do_is_refused(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, answer, asked = post(monkeypatch, "/v1/chat/completions", messages=TURNS, **more)
-    assert status == 400 and not asked
+    status, answer, requests = post(monkeypatch, "/v1/chat/completions", messages=TURNS, **more)
+    assert status == 400 and not requests
     assert "best of 4 answers" in answer["error"]["message"]
     assert "leave stream and n out" in answer["error"]["message"]
 

@@ -23,27 +23,27 @@ WEIGHTS = (1.0, 0.0, 0.0)
 
 def group(*scores: tuple[float | None, float | None, float | None]) -> Group:
     completions = tuple(Completion((1, 2), (-1.0, -1.0), "", "stop", 0) for _ in scores)
-    scored = tuple(tuple(Score(value) for value in one) for one in scores)
+    scored = tuple(tuple(Score(value) for value in values) for values in scores)
     return Group(Draw(0, Prompt(0, "x"), (9,)), completions, scored)
 
 
 def test_a_gate_puts_what_breaks_one_below_all_others() -> None:
-    held = Constraints([FORMAT, SHORT])
-    found = compared_rewards(
-        group((2.0, 1, 0.5), (3.0, 0.9, 1), (1.0, 1, 1), (0.5, 1, 0.4)), WEIGHTS, held
+    constraints = Constraints([FORMAT, SHORT])
+    rewards = compared_rewards(
+        group((2.0, 1, 0.5), (3.0, 0.9, 1), (1.0, 1, 1), (0.5, 1, 0.4)), WEIGHTS, constraints
     )
     mean = (2.0 + 3.0 + 1.0 + 0.5) / 4
-    assert found == pytest.approx(
+    assert rewards == pytest.approx(
         [1 / (1 + math.exp(mean - 2.0)), 0.0, 1 / (1 + math.exp(mean - 1.0)), 0.0]
     )
 
 
 def test_what_is_not_known_breaks_nothing_and_teaches_nothing() -> None:
-    held = Constraints([FORMAT, SHORT])
-    found = compared_rewards(
-        group((2.0, None, 1), (2.0, None, 0), (None, 1, 1), (2.0, 1, 1)), WEIGHTS, held
+    constraints = Constraints([FORMAT, SHORT])
+    rewards = compared_rewards(
+        group((2.0, None, 1), (2.0, None, 0), (None, 1, 1), (2.0, 1, 1)), WEIGHTS, constraints
     )
-    assert found == [None, 0.0, None, 0.5], (
+    assert rewards == [None, 0.0, None, 0.5], (
         "the second breaks another constraint; the third has no reward"
     )
 
@@ -68,25 +68,25 @@ def test_a_group_teaches_where_constraints_or_rewards_differ(
 
 def test_a_weight_grows_above_the_limit_and_falls_below_it() -> None:
     """limit 0.1, rate 2: 3 of 4 broken adds 1.3; 0 of 4 takes 0.2, and never below 0."""
-    held = Constraints([FORMAT], by="lagrangian", rate=2.0)
-    first = held.metrics([3, 4])
+    constraints = Constraints([FORMAT], by="lagrangian", rate=2.0)
+    first = constraints.metrics([3, 4])
     assert first == {
         "ycore/violations/format": 0.75,
         "ycore/constraint_weight/format": pytest.approx(1.3),
     }
-    assert held.metrics([0, 4])["ycore/constraint_weight/format"] == pytest.approx(1.1)
-    found = compared_rewards(group((2.0, 0, 1), (2.0, 1, 1)), WEIGHTS, held)
-    assert found == [pytest.approx(0.9), 2.0]
+    assert constraints.metrics([0, 4])["ycore/constraint_weight/format"] == pytest.approx(1.1)
+    rewards = compared_rewards(group((2.0, 0, 1), (2.0, 1, 1)), WEIGHTS, constraints)
+    assert rewards == [pytest.approx(0.9), 2.0]
     for _ in range(9):
-        held.metrics([0, 4])
-    assert held.weights == [0.0]
+        constraints.metrics([0, 4])
+    assert constraints.weights == [0.0]
 
 
 def test_unknown_ones_are_not_counted() -> None:
-    held = Constraints([FORMAT, SHORT])
-    held.count(group((1.0, 0, None), (1.0, 1, 1), (1.0, None, 0)))
-    assert list(held.take()) == [1, 2, 1, 2] and list(held.take()) == [0, 0, 0, 0]
-    assert held.metrics([0, 0, 1, 2]) == {"ycore/violations/short": 0.5}
+    constraints = Constraints([FORMAT, SHORT])
+    constraints.count(group((1.0, 0, None), (1.0, 1, 1), (1.0, None, 0)))
+    assert list(constraints.take()) == [1, 2, 1, 2] and list(constraints.take()) == [0, 0, 0, 0]
+    assert constraints.metrics([0, 0, 1, 2]) == {"ycore/violations/short": 0.5}
 
 
 def controller() -> Controller:
@@ -118,8 +118,8 @@ def test_the_weights_are_part_of_a_checkpoint_and_of_a_round() -> None:
     assert second.rules.constraints.weights == first.constraint_weights
     (again,) = reshard_states([saved, saved], world=1)
     assert again["constraints"] == first.constraint_weights
-    for one in made:
-        one.close()
+    for made_controller in made:
+        made_controller.close()
 
 
 def test_a_constraint_is_named_or_marked_and_has_no_weight(tmp_path: Path) -> None:
@@ -128,20 +128,25 @@ def test_a_constraint_is_named_or_marked_and_has_no_weight(tmp_path: Path) -> No
         "dataset": "d",
         "rewards": ["exact_answer", {"reward": "length", "weight": 0.5}],
     }
-    found = resolve(recipe=recipe, options={"constraint": ["length:0.2", "format"]})
-    assert isinstance(found, RunConfig)
-    assert [(one.reward, one.weight, one.constraint, one.limit) for one in found.rewards] == [
+    config = resolve(recipe=recipe, options={"constraint": ["length:0.2", "format"]})
+    assert isinstance(config, RunConfig)
+    assert [
+        (reward.reward, reward.weight, reward.constraint, reward.limit)
+        for reward in config.rewards
+    ] == [
         ("exact_answer", 1.0, False, 0.05),
         ("length", 0.0, True, 0.2),
         ("format", 0.0, True, 0.05),
     ]
-    held = Constraints.of(found)
-    assert held is not None and [(one.source, one.name) for one in held.held] == [
+    constraints = Constraints.of(config)
+    assert constraints is not None and [
+        (constraint.source, constraint.name) for constraint in constraints.held
+    ] == [
         (1, "length"),
         (2, "format"),
     ]
-    assert resolve(recipe=found.model_dump(mode="json")) == found, (
+    assert resolve(recipe=config.model_dump(mode="json")) == config, (
         "a resumed run is the same run"
     )
-    assert Constraints.of(found.model_copy(update={"algorithm": "eval"})) is None
-    assert math.isclose(held.held[1].least, 1.0)
+    assert Constraints.of(config.model_copy(update={"algorithm": "eval"})) is None
+    assert math.isclose(constraints.held[1].least, 1.0)

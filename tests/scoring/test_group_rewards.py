@@ -86,7 +86,7 @@ def test_rewards_of_turns_that_differ_teach_though_the_outcomes_are_equal() -> N
     ) -> bool:
         draw = Draw(0, Prompt(0, "q"), (1,))
         return can_teach(
-            Group(draw, completions, tuple((Score(one),) for one in scores)), [1.0]
+            Group(draw, completions, tuple((Score(score),) for score in scores)), [1.0]
         )
 
     assert teaches(paid(0.5, None, None), paid(0.0, None))

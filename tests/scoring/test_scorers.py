@@ -36,14 +36,14 @@ def check_scorers(config: RunConfig, columns: list[str], *, engine: str) -> list
 
 
 def config_of(*rewards: Any, **settings: Any) -> RunConfig:
-    told: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": "policy",
         "dataset": "task:addition",
         "output": "out",
         **settings,
     }
     config_class = DistillConfig if settings.get("algorithm") == "distill" else RunConfig
-    return config_class(**told, rewards=list(rewards))
+    return config_class(**options, rewards=list(rewards))
 
 
 def judge(name: str, **declared: Any) -> dict[str, Any]:
@@ -83,10 +83,16 @@ def test_judges_of_one_model_share_engines_and_addresses_have_none() -> None:
         {"reward": "rm:scalar"},
         judge("e", model="policy"),
     )
-    told = [
-        (one.role, one.name, one.sources, one.max_new_tokens) for one in served_models(config)
+    served = [
+        (
+            served_model.role,
+            served_model.name,
+            served_model.sources,
+            served_model.max_new_tokens,
+        )
+        for served_model in served_models(config)
     ]
-    assert told == [
+    assert served == [
         ("rollout", "policy", (), 0),
         ("judge", "policy", (0, 2, 6), 300),
         ("judge", "other", (3,), 256),
@@ -100,8 +106,11 @@ def test_an_ensemble_is_served_model_by_model() -> None:
         {"reward": "rm:a+b"},
         {"reward": "rm:b+c", "args": {"max_model_len": 99}},
     )
-    told = {one.name: (one.role, one.sources) for one in served_models(config)[1:]}
-    assert told == {
+    served = {
+        served_model.name: (served_model.role, served_model.sources)
+        for served_model in served_models(config)[1:]
+    }
+    assert served == {
         name: ("reward_model", sources)
         for name, sources in {"a": (0, 1), "b": (1, 2), "c": (2,)}.items()
     }
@@ -121,17 +130,17 @@ def test_every_slot_has_an_engine_of_every_model_beside_its_rollout_engine(
 
     plans = planned(config, folder, fetch=fetch).served[1:]
     assert set(fetched) == {"policy", "other", "scalar"}
-    assert [[one.name for one in plan.engines] for plan in plans] == [
+    assert [[engine.name for engine in plan.engines] for plan in plans] == [
         ["judge-0", "judge-1"],
         ["judge-2", "judge-3"],
         ["reward-model-0", "reward-model-1"],
     ]
-    assert [[one.cores for one in plan.engines] for plan in plans] == [[(0,), (1,)]] * 3
+    assert [[engine.cores for engine in plan.engines] for plan in plans] == [[(0,), (1,)]] * 3
     assert [plan.engines[0].max_model_len for plan in plans] == [2048, 300, 2048]
-    assert {one.max_num_seqs for plan in plans for one in plan.engines} == {32}
-    assert {one.memory_gib for plan in plans for one in plan.engines} == {1}
-    told = planned(config, folder).as_json()["scorers"]
-    assert told[0]["sources"] == [0] and told[2]["role"] == "reward_model"
+    assert {engine.max_num_seqs for plan in plans for engine in plan.engines} == {32}
+    assert {engine.memory_gib for plan in plans for engine in plan.engines} == {1}
+    scorers = planned(config, folder).as_json()["scorers"]
+    assert scorers[0]["sources"] == [0] and scorers[2]["role"] == "reward_model"
 
 
 def test_commands_are_those_of_the_role(folder: Path) -> None:
@@ -157,9 +166,9 @@ def test_on_a_device_each_scorer_has_the_share_that_was_planned(
     site = Site(RunFolder(folder), ONE_RANK, Machine((0,), ("0",)))
     made = plan_engines(config, site, fetch=lambda name: folder)
     specs = [engine for model in made.served for engine in model.engines]
-    assert [one.gpu_memory_utilization for one in specs] == [0.6, 0.3, 0.2, 0.1]
-    assert all(one.sleeps == sleeps and one.devices == ("0",) for one in specs)
-    assert {"--enable-sleep-mode" in engine_command(one) for one in specs} == {sleeps}
+    assert [spec.gpu_memory_utilization for spec in specs] == [0.6, 0.3, 0.2, 0.1]
+    assert all(spec.sleeps == sleeps and spec.devices == ("0",) for spec in specs)
+    assert {"--enable-sleep-mode" in engine_command(spec) for spec in specs} == {sleeps}
     assert made.note.endswith(
         "1 engine on device 0, beside judge-0, judge-1, reward-model-0; who sleeps"
     )
@@ -183,12 +192,12 @@ def classifier(folder: Path, model: Path, **changes: Any) -> str:
     target.mkdir()
     for file in model.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
-    told = (
+    config = (
         json.loads((model / "config.json").read_text())
         | {"id2label": {"0": "LABEL_0"}}
         | changes
     )
-    (target / "config.json").write_text(json.dumps(told))
+    (target / "config.json").write_text(json.dumps(config))
     return str(target)
 
 
@@ -328,7 +337,7 @@ def test_a_teacher_has_an_engine_of_its_own_role_on_every_slot(folder: Path) -> 
         {"reward": f"teacher:{folder}"}, {"reward": "length"}, algorithm="distill"
     )
     _, served = planned(config, folder).served
-    assert [one.name for one in served.engines] == [
+    assert [engine.name for engine in served.engines] == [
         "teacher-0",
         "teacher-1",
     ] and served.sources == (0,)
@@ -366,8 +375,8 @@ def test_a_teacher_in_the_trainer_has_no_engine_and_is_compared_before_anything_
     tmp_path: Path,
 ) -> None:
     policy, teacher = (write_tiny_model(tmp_path / name) for name in ("policy", "teacher"))
-    how = {"model": str(policy), "algorithm": "distill", "distill": {"divergence": "js"}}
-    config = config_of({"reward": f"teacher:{teacher}"}, **how)
+    settings = {"model": str(policy), "algorithm": "distill", "distill": {"divergence": "js"}}
+    config = config_of({"reward": f"teacher:{teacher}"}, **settings)
     assert check_scorers(config, [], engine=TRANSFORMERS) == [
         f"teacher {teacher}: found in {teacher}, js, exact, in the trainer"
     ]
@@ -393,9 +402,11 @@ def test_a_teacher_at_an_address_reads_as_the_policy_or_is_refused_before_anythi
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (other / "tokenizer.json").write_text(json.dumps(written))
 
-    def config(address: str, **how: Any) -> RunConfig:
+    def config(address: str, **settings: Any) -> RunConfig:
         return config_of(
-            {"reward": "teacher:big", "args": {"base_url": address}}, model=str(policy), **how
+            {"reward": "teacher:big", "args": {"base_url": address}},
+            model=str(policy),
+            **settings,
         )
 
     with teacher_at(policy) as address:

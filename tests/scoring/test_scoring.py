@@ -318,9 +318,9 @@ def test_what_cannot_be_read_is_asked_again_then_masked_and_counted() -> None:
     assert [again for _, again in bad] == [False, True, True] and len(
         {seed for seed, _ in bad}
     ) == 3
-    told = meter.metrics(meter.take())
-    assert told["ycore/judge/calls"] == 4 and told["ycore/judge/parse_failures"] == 3
-    assert told["ycore/judge/tokens"] == 12 and told["ycore/judge/latency_s"] >= 0
+    metrics = meter.metrics(meter.take())
+    assert metrics["ycore/judge/calls"] == 4 and metrics["ycore/judge/parse_failures"] == 3
+    assert metrics["ycore/judge/tokens"] == 12 and metrics["ycore/judge/latency_s"] >= 0
     assert set(meter.take()) == {0}, "each step begins anew"
 
 
@@ -459,8 +459,8 @@ def test_metrics_of_all_judges_and_ranks_are_added_up() -> None:
     scoring = Scoring([], [judges, reward_models])
     judges.calls, judges.seconds, judges.parse_failures = 4, 2.0, 1
     reward_models.calls, reward_models.seconds, reward_models.tokens = 2, 1.0, 30
-    told = collect(scoring.meters, lambda sums: [2 * value for value in sums])
-    assert told == {
+    metrics = collect(scoring.meters, lambda sums: [2 * value for value in sums])
+    assert metrics == {
         "ycore/judge/calls": 8,
         "ycore/judge/parse_failures": 2,
         "ycore/judge/latency_s": 0.5,
@@ -533,8 +533,10 @@ def test_a_teacher_at_an_address_needs_no_slot_and_no_probabilities_of_the_polic
                 PendingGroup(Draw(0, Prompt(0, "q", {}), (9,)), tasks, 0, Slots(1))
             )
 
-        told = (logprob_of(5), logprob_of(6))
-        assert asyncio.run(work(5, 6)) == [[Score(pytest.approx(sum(told) / 2), logprobs=told)]]
+        logprobs = (logprob_of(5), logprob_of(6))
+        assert asyncio.run(work(5, 6)) == [
+            [Score(pytest.approx(sum(logprobs) / 2), logprobs=logprobs)]
+        ]
         assert asyncio.run(work(5, 6, 7)) == [
             [Score(None, problem="teacher big: longer than its context")]
         ]
@@ -567,23 +569,25 @@ def test_the_policy_is_asked_what_the_served_judge_is_asked() -> None:
     )
     pair = {"chosen": "four", "rejected": "five"}
     run(scores_of(make_scorer(judge, [engine]), [*pair.values()], columns=pair))
-    asked = {re.sub(r"(text|score)-[0-9a-f]+", r"\1-X", text) for text, *_ in engine.asked}
-    policys = {
-        re.sub(r"(text|score)-[0-9a-f]+", r"\1-X", one.content[-1]["content"])
-        for seed in range(9)
-        for one in Questions([Prompt(0, "What?", pair)], Questioner(judge), seed)
+    judge_questions = {
+        re.sub(r"(text|score)-[0-9a-f]+", r"\1-X", text) for text, *_ in engine.asked
     }
-    assert len(asked) == 2 and policys == asked
+    policy_questions = {
+        re.sub(r"(text|score)-[0-9a-f]+", r"\1-X", question.content[-1]["content"])
+        for seed in range(9)
+        for question in Questions([Prompt(0, "What?", pair)], Questioner(judge), seed)
+    }
+    assert len(judge_questions) == 2 and policy_questions == judge_questions
 
 
 def test_an_unreadable_verdict_of_the_policy_is_nothing_and_counted() -> None:
     judge = make_judge(mode="pairwise")
-    (asked,) = Questions(
+    (question,) = Questions(
         [Prompt(0, "What?", {"chosen": "four", "rejected": "five"})], Questioner(judge), 0
     )
     tag, chosen_first = (
-        f"score-{verdict_code(asked.columns[KEY])}",
-        shows_chosen_first(asked.columns[KEY]),
+        f"score-{verdict_code(question.columns[KEY])}",
+        shows_chosen_first(question.columns[KEY]),
     )
     right, wrong = (
         f"So: <{tag}>{number}</{tag}>" for number in ((9, 1) if chosen_first else (1, 9))
@@ -592,7 +596,7 @@ def test_an_unreadable_verdict_of_the_policy_is_nothing_and_counted() -> None:
     scorer = AgreementScorer(judge, meter=meter)
     rows = run(
         scores_of(
-            scorer, [right, wrong, "four", f"{right} {wrong}"], columns=dict(asked.columns)
+            scorer, [right, wrong, "four", f"{right} {wrong}"], columns=dict(question.columns)
         )
     )
     assert values(rows) == [1.0, 0.0, 0.0, 0.0]
@@ -604,10 +608,10 @@ def test_a_teacher_scores_the_tokens_of_its_own_rows() -> None:
         async def logprobs_of(
             self, context_ids: Sequence[int], target_ids: Sequence[int]
         ) -> tuple[float, ...]:
-            asked.append((list(context_ids), list(target_ids)))
+            calls.append((list(context_ids), list(target_ids)))
             return tuple(-1.0 - 0.5 * place for place in range(len(target_ids)))
 
-    asked: list[Any] = []
+    calls: list[Any] = []
     ours, theirs = (
         Turn(by_policy=by_policy, num_tokens=1, messages=()) for by_policy in (True, False)
     )
@@ -634,7 +638,7 @@ def test_a_teacher_scores_the_tokens_of_its_own_rows() -> None:
         )
 
         async def work() -> list[list[Score]]:
-            tasks = [asyncio.create_task(asyncio.sleep(0, one)) for one in completions]
+            tasks = [asyncio.create_task(asyncio.sleep(0, written)) for written in completions]
             draw = Draw(0, Prompt(0, "q", columns), (9, 8, 7))
             return await scorer.score(PendingGroup(draw, tasks, 0, Slots(1)))
 
@@ -642,10 +646,10 @@ def test_a_teacher_scores_the_tokens_of_its_own_rows() -> None:
 
     first, second, third, fourth = scored({"subject": "sums"})
     sequences = [([9, 8, 7], [5]), ([3, 4], [6])]
-    assert asked == [([9, 8, 7], [5, 6]), ([9, 8, 7], [5, 6, 7]), *sequences]
+    assert calls == [([9, 8, 7], [5, 6]), ([9, 8, 7], [5, 6, 7]), *sequences]
     assert fourth == Score(pytest.approx(1.0), logprobs=(-1.0, 0.0, 0.0, -1.0))
     assert first == Score(pytest.approx((1.0 - 0.5) / 2), logprobs=(-1.0, -1.5))
     assert second == Score(pytest.approx((1.0 + 0.5) / 2), logprobs=(-1.0, -1.5, -2.0))
     assert third == Score(None, problem="teacher t: longer than its context")
     assert (meter.calls, meter.tokens) == (3, 18)
-    assert scored({"subject": "verse"}) == [Score(None)] * 4 and len(asked) == 4
+    assert scored({"subject": "verse"}) == [Score(None)] * 4 and len(calls) == 4

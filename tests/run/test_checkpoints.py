@@ -60,9 +60,9 @@ def test_a_published_checkpoint_verifies_and_nothing_is_left_beside_it(tmp_path:
     saved = save(tmp_path, 3)
     assert checkpoint_problem(saved) is None
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
-    told = read_checkpoint_manifest(saved)
-    assert (told.step, told.world, set(told.files)) == (3, 1, set(FILES))
-    assert told.files["optimizer.pt"].bytes == 9001
+    manifest = read_checkpoint_manifest(saved)
+    assert (manifest.step, manifest.world, set(manifest.files)) == (3, 1, set(FILES))
+    assert manifest.files["optimizer.pt"].bytes == 9001
 
 
 def flip(path: Path) -> None:
@@ -219,8 +219,8 @@ def test_killed_at_any_moment_of_a_save_the_newest_checkpoint_verifies(tmp_path:
         process.send_signal(signal.SIGKILL)
         process.wait(10)
         process.stdout.close()
-        found = [path for path in checkpoints_in(tmp_path) if checkpoint_problem(path) is None]
-        assert found == checkpoints_in(tmp_path) and len(found) >= 2
+        whole = [path for path in checkpoints_in(tmp_path) if checkpoint_problem(path) is None]
+        assert whole == checkpoints_in(tmp_path) and len(whole) >= 2
         half += len(clear_leftovers(tmp_path))
         newest = newest_whole(tmp_path, say=print)
         assert newest is not None and step_of(newest) > last

@@ -61,10 +61,10 @@ def test_a_new_folder_is_made_private_and_described(folder: RunFolder) -> None:
     check_claim(folder, config_for(folder), resume=None)
     assert not folder.root.exists()
     claim_and_release(folder)
-    held = read_json(folder.config)
-    assert RunConfig(**held["config"]) == config_for(folder)
-    assert held["versions"]["torch"]
-    assert set(held) == {"config", "command", "directory", "versions", "started", "resume"}
+    stored = read_json(folder.config)
+    assert RunConfig(**stored["config"]) == config_for(folder)
+    assert stored["versions"]["torch"]
+    assert set(stored) == {"config", "command", "directory", "versions", "started", "resume"}
     assert folder.root.stat().st_mode & 0o777 == 0o700
     assert folder.logs.is_dir()
     assert folder.checkpoints.is_dir()
@@ -179,10 +179,10 @@ def test_a_running_run_holds_its_folder(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ycore.run.claim._LOCK_WITHIN_S", 0.3)
-    held = claim(folder, config_for(folder), resume=False)
+    first_claim = claim(folder, config_for(folder), resume=False)
     with pytest.raises(RunFolderError, match="another ycore is running"):
         claim(folder, config_for(folder), resume=True)
-    held.release()
+    first_claim.release()
     claim_and_release(folder, resume=True)
 
 
@@ -224,9 +224,9 @@ def test_of_two_commands_on_one_folder_one_is_refused(tmp_path: Path) -> None:
         subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True)
         for seed in (1, 2)
     ]
-    said = [one.communicate(timeout=240)[0] for one in both]
-    assert sorted(one.returncode for one in both) == [0, 2]
-    winner = 1 + [one.returncode for one in both].index(0)
+    said = [process.communicate(timeout=240)[0] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2]
+    winner = 1 + [process.returncode for process in both].index(0)
     assert f"holds another run (seed: {winner} there, {3 - winner} here)" in said[2 - winner]
     folder = RunFolder(tmp_path / "run")
     assert (
@@ -253,9 +253,9 @@ def test_a_copy_of_a_folder_has_another_id(folder: RunFolder, tmp_path: Path) ->
     shutil.copytree(folder.root, tmp_path / "copy")
     copy = RunFolder(tmp_path / "copy")
     assert copy.run_id != folder.run_id, "before the copy is claimed"
-    held = Claim(copy)
-    held.release()
-    assert copy.run_id == held.run_id != folder.run_id
+    copy_claim = Claim(copy)
+    copy_claim.release()
+    assert copy.run_id == copy_claim.run_id != folder.run_id
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"run_id": "x"}'])
@@ -364,22 +364,22 @@ def test_what_may_change_is_what_there_is() -> None:
 def test_differences_are_named(
     old: dict[str, object], new: dict[str, object], said: str
 ) -> None:
-    told = in_words(settings_that_differ(old, new))
-    assert told.startswith(said) if said else told == ""
+    sentence = in_words(settings_that_differ(old, new))
+    assert sentence.startswith(said) if said else sentence == ""
 
 
 def test_a_long_difference_is_short_and_names_the_key_that_differs() -> None:
     long = [{"reward": "a" * 100, "weight": 1.0, "args": {"file": "b" * 300}}]
     changed = [{"reward": "a" * 100, "weight": 2.0, "args": {"file": "c" * 300}}]
-    told = in_words(settings_that_differ({"rewards": long}, {"rewards": changed}))
-    assert "rewards.0.weight: 1.0 there, 2.0 here" in told
-    assert "rewards.0.args.file: 'bbb" in told and len(told) < 250
+    sentence = in_words(settings_that_differ({"rewards": long}, {"rewards": changed}))
+    assert "rewards.0.weight: 1.0 there, 2.0 here" in sentence
+    assert "rewards.0.args.file: 'bbb" in sentence and len(sentence) < 250
 
 
 def test_many_differences_are_counted() -> None:
-    found = settings_that_differ({}, dict.fromkeys("abcde", 1))
+    differences = settings_that_differ({}, dict.fromkeys("abcde", 1))
     assert (
-        in_words(found)
+        in_words(differences)
         == "a: None there, 1 here; b: None there, 1 here; c: None there, 1 here; and 2 more"
     )
 

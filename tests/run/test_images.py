@@ -16,9 +16,9 @@ def picture(
     return Pillow.new(mode, size, colour or 0)  # type: ignore[arg-type]
 
 
-def saved(made: Pillow.Image, kind: str, **how: object) -> bytes:
+def saved(made: Pillow.Image, kind: str, **options: object) -> bytes:
     buffer = io.BytesIO()
-    made.save(buffer, kind, **how)
+    made.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -49,8 +49,8 @@ def test_without_a_folder_a_picture_is_only_checked(tmp_path: Path) -> None:
 def test_a_turned_photograph_is_seen_upright() -> None:
     exif = Pillow.Exif()
     exif[274] = 6  # a quarter of a turn
-    found = ImageStore(None).put(saved(picture(), "JPEG", exif=exif), "row 0")
-    assert (found.width, found.height) == (3, 4)
+    image = ImageStore(None).put(saved(picture(), "JPEG", exif=exif), "row 0")
+    assert (image.width, image.height) == (3, 4)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA"])

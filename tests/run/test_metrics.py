@@ -172,14 +172,14 @@ def test_rows_without_a_reward_do_not_count() -> None:
 
 def test_the_ends_of_a_short_run_do_not_overlap() -> None:
     rows = [{"step": step, "ycore/reward": step / 4} for step in range(1, 5)]
-    told = summarise(rows, "interrupted", 1.0)
-    assert (told["reward_first"], told["reward_last"]) == (0.375, 0.875)
+    summary = summarise(rows, "interrupted", 1.0)
+    assert (summary["reward_first"], summary["reward_last"]) == (0.375, 0.875)
 
 
 def test_the_summary_has_the_ends_of_the_loss() -> None:
     rows = [{"step": step, "loss": 1.0 / step} for step in range(1, 7)]
-    told = summarise(rows, "finished", 3.0, measure="loss")
-    assert told == {
+    summary = summarise(rows, "finished", 3.0, measure="loss")
+    assert summary == {
         "status": "finished", "steps": 6, "wall_s": 3.0,
         "loss_first": round((1 + 1 / 2 + 1 / 3) / 3, 6), "loss_last": round((1 / 4 + 1 / 5 + 1 / 6) / 3, 6),
     }  # fmt: skip

@@ -55,11 +55,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def settled(
-    folder: RunFolder, how: Resume, *, world: int = 1, **changes: Any
+    folder: RunFolder, resume: Resume, *, world: int = 1, **changes: Any
 ) -> tuple[list[str], list[int], list[int]]:
     """What was said, and the steps of the checkpoints and rounds that are left."""
     said: list[str] = []
-    settle(folder, config_for(folder, **changes), how, world=world, say=said.append)
+    settle(folder, config_for(folder, **changes), resume, world=world, say=said.append)
     return (
         said,
         [step_of(path) for path in checkpoints_in(folder.checkpoints)],
@@ -124,23 +124,23 @@ def test_a_finished_run_goes_on_for_longer_with_accepted_changes(folder: RunFold
 
 
 @pytest.mark.parametrize(
-    ("asked", "step"), [("4", 4), ("0", 0), ("{checkpoints}/checkpoint-6", 6)]
+    ("checkpoint", "step"), [("4", 4), ("0", 0), ("{checkpoints}/checkpoint-6", 6)]
 )
 def test_a_checkpoint_is_named_by_step_or_path(
-    folder: RunFolder, asked: str, step: int
+    folder: RunFolder, checkpoint: str, step: int
 ) -> None:
-    assert parse_checkpoint(asked.format(checkpoints=folder.checkpoints), folder) == step
+    assert parse_checkpoint(checkpoint.format(checkpoints=folder.checkpoints), folder) == step
 
 
 @pytest.mark.parametrize(
-    "asked", ["last", "elsewhere/checkpoint-6", "-1", "{checkpoints}/damaged-checkpoint-6"]
+    "checkpoint", ["last", "elsewhere/checkpoint-6", "-1", "{checkpoints}/damaged-checkpoint-6"]
 )
-def test_other_names_are_refused(folder: RunFolder, asked: str) -> None:
+def test_other_names_are_refused(folder: RunFolder, checkpoint: str) -> None:
     with pytest.raises(
         RunFolderError,
         match=r"--resume-from takes a step or a folder.*checkpoints of step 2, 4, 6",
     ):
-        parse_checkpoint(asked.format(checkpoints=folder.checkpoints), folder)
+        parse_checkpoint(checkpoint.format(checkpoints=folder.checkpoints), folder)
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(folder: RunFolder) -> None:
@@ -216,9 +216,10 @@ def test_what_cannot_go_on_with_other_ranks_is_refused(
 
 
 def test_how_a_rank_divides_its_part_is_free_with_the_number_of_ranks() -> None:
-    there = {"processes": 2, "trl": {"per_device_train_batch_size": 4, "learning_rate": 1e-5}}
-    here = {"processes": 1, "trl": {"per_device_train_batch_size": 8, "learning_rate": 1e-5}}
-    assert settings_that_differ(there, here) == []
-    assert [one.name for one in settings_that_differ({**there, "processes": 1}, here)] == [
-        "trl.per_device_train_batch_size"
-    ]
+    stored = {"processes": 2, "trl": {"per_device_train_batch_size": 4, "learning_rate": 1e-5}}
+    current = {"processes": 1, "trl": {"per_device_train_batch_size": 8, "learning_rate": 1e-5}}
+    assert settings_that_differ(stored, current) == []
+    assert [
+        difference.name
+        for difference in settings_that_differ({**stored, "processes": 1}, current)
+    ] == ["trl.per_device_train_batch_size"]

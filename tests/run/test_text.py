@@ -20,8 +20,8 @@ def test_ordinary_text_stays() -> None:
 
 @given(st.text(st.characters()))
 def test_any_text_can_be_encoded_and_is_one_line_when_asked(text: str) -> None:
-    shown = printable(text, one_line=True)
-    assert len(shown.encode().decode().splitlines()) <= 1 and "\x1b" not in shown
+    printed = printable(text, one_line=True)
+    assert len(printed.encode().decode().splitlines()) <= 1 and "\x1b" not in printed
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,9 @@ def test_a_terminal_gets_a_bar_that_goes_when_the_work_ends(
     with command_pulse(stream, "ycore export") as pulse, working("writing", total=4) as work:
         work.add(2)
         pulse.look(time.monotonic() + FIRST_S)
-    shown = stream.getvalue()
-    assert "━" * 12 + "─" * 12 in shown and "2 of 4" in shown
-    assert shown.endswith("\x1b[2K"), "the line is cleared"
+    output = stream.getvalue()
+    assert "━" * 12 + "─" * 12 in output and "2 of 4" in output
+    assert output.endswith("\x1b[2K"), "the line is cleared"
 
 
 def test_of_several_pulses_the_newest_alone_speaks() -> None:

@@ -64,9 +64,9 @@ def marginal(rule: Rule, level: float, times: tuple[float, ...]) -> tuple[float,
 def test_sampling_with_noise_and_without_lead_to_the_same_marginal(
     rule: Rule, level: float, stds: tuple[float, ...]
 ) -> None:
-    found = [marginal(rule, level, time_grid(num)) for num in (5, 10, 20, 40, 1000)]
-    assert [std for _, std in found] == pytest.approx(stds, abs=1.1e-3)
-    assert all(mean == pytest.approx(MEAN, abs=1e-4) for mean, _ in found)
+    marginals = [marginal(rule, level, time_grid(num)) for num in (5, 10, 20, 40, 1000)]
+    assert [std for _, std in marginals] == pytest.approx(stds, abs=1.1e-3)
+    assert all(mean == pytest.approx(MEAN, abs=1e-4) for mean, _ in marginals)
 
 
 class Net(nn.Module):
@@ -183,10 +183,14 @@ def test_the_policy_gradient_is_that_of_autograd() -> None:
         scores.append(torch.autograd.grad(made.logprob(reached).sum(), w)[0])
         x = reached
     reward = -((x.flatten() - 2) ** 2)
-    each = (reward - reward.mean())[:, None] * torch.cat(scores, dim=1)
-    deviations = (each.mean(0) - wanted) / (each.std(0) / math.sqrt(len(x)))
+    sample_gradients = (reward - reward.mean())[:, None] * torch.cat(scores, dim=1)
+    deviations = (sample_gradients.mean(0) - wanted) / (
+        sample_gradients.std(0) / math.sqrt(len(x))
+    )
     assert deviations.abs().max() < 4
-    assert torch.nn.functional.cosine_similarity(each.mean(0), wanted, dim=0) > 0.999
+    assert (
+        torch.nn.functional.cosine_similarity(sample_gradients.mean(0), wanted, dim=0) > 0.999
+    )
 
 
 # -- two modes at (-2, 0) and (2, 0), reward 1 on the right, KL with weight 1/2: the tilt has e^2 / (1 + e^2) right ----
@@ -222,10 +226,10 @@ def test_what_a_kl_leaves_to_reach_depends_on_the_noise(level: float, reach: flo
         x = step.mean + step.std * torch.randn_like(x)
     h = (x[..., 0] > 0).float().view(num_starts, num_ways).mean(1)
     gain = math.exp(1 / WEIGHT)
-    found = float((h * gain / (h * gain + 1 - h)).mean())
-    assert found == pytest.approx(reach, abs=0.04)
+    share_right = float((h * gain / (h * gain + 1 - h)).mean())
+    assert share_right == pytest.approx(reach, abs=0.04)
     assert pytest.approx(0.881, abs=1e-3) == TILTED
-    distance = TILTED - found
+    distance = TILTED - share_right
     assert (distance < 0.02) == (level > 1.4), f"{distance:.3f} below the tilt"
 
 
@@ -258,8 +262,8 @@ def test_the_optimum_of_the_plain_loss_is_the_improved_velocity(b: float) -> Non
     v = torch.zeros_like(v_old)
     gradient = torch.autograd.functional.jacobian(loss, v).flatten()
     hessian = torch.autograd.functional.hessian(loss, v).view(3, 3)
-    found = v.flatten() - torch.linalg.solve(hessian, gradient)
-    assert torch.allclose(found, wanted.flatten(), atol=1e-12)
+    optimum = v.flatten() - torch.linalg.solve(hessian, gradient)
+    assert torch.allclose(optimum, wanted.flatten(), atol=1e-12)
 
 
 def test_the_adaptive_weight_has_no_gradient_and_makes_errors_of_all_sizes_count_alike() -> (
@@ -284,9 +288,9 @@ def test_the_adaptive_weight_has_no_gradient_and_makes_errors_of_all_sizes_count
 
 
 def test_advantages_compare_within_groups_and_scale_by_the_round() -> None:
-    found = group_advantages([[1.0, 0.0], [1.0, 1.0], [0.0, None]])
+    advantages = group_advantages([[1.0, 0.0], [1.0, 1.0], [0.0, None]])
     std = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0]).std(correction=0).item() + 1e-4
-    assert found == [pytest.approx([0.5 / std, -0.5 / std]), [0.0, 0.0], [0.0, 0.0]]
+    assert advantages == [pytest.approx([0.5 / std, -0.5 / std]), [0.0, 0.0], [0.0, 0.0]]
     assert group_advantages([[1e6, *[0.0] * 200]])[0][0] == 5.0
     assert group_advantages([[None]]) == [[0.0]]
     assert share_of(torch.tensor([-9.0, 0.0, 0.5, 9.0])).tolist() == [0.0, 0.5, 0.75, 1.0]
@@ -294,9 +298,11 @@ def test_advantages_compare_within_groups_and_scale_by_the_round() -> None:
 
 def test_the_clip_holds_what_has_moved_far_enough() -> None:
     new, old = torch.tensor([0.5, 0.5, 0.0]), torch.zeros(3)
-    found = grpo_loss(new, old, torch.tensor([1.0, -1.0, 1.0]), clip=0.2)
-    assert found.is_clipped.tolist() == [True, False, False]
-    assert found.loss.tolist() == pytest.approx([-1.2, float(torch.tensor(0.5).exp()), -1.0])
+    surrogate = grpo_loss(new, old, torch.tensor([1.0, -1.0, 1.0]), clip=0.2)
+    assert surrogate.is_clipped.tolist() == [True, False, False]
+    assert surrogate.loss.tolist() == pytest.approx(
+        [-1.2, float(torch.tensor(0.5).exp()), -1.0]
+    )
 
 
 def test_the_kl_of_a_step_is_that_of_its_gaussians() -> None:

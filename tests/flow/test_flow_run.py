@@ -106,8 +106,8 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(
     run.close()
     monkeypatch.undo()
     again = start(tmp_path / "killed", model, flow=flow)
-    found = finish(again)
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    resumed = finish(again)
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
     rows = {
         name: read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed")
     }
@@ -193,8 +193,12 @@ def test_a_picture_in_the_journal_is_named_by_its_sha256(model: Path, tmp_path: 
     _, body = (
         (tmp_path / "run" / "journal" / "round-000000-rank-0.json").read_text().splitlines()
     )
-    completions = [one for group in json.loads(body)["groups"] for one in group["completions"]]
-    pictures = [Picture.of(one["text"]) for one in completions]
+    completions = [
+        completion
+        for group in json.loads(body)["groups"]
+        for completion in group["completions"]
+    ]
+    pictures = [Picture.of(completion["text"]) for completion in completions]
     assert len({picture.image.sha256 for picture in pictures}) > 1
     assert all(
         (tmp_path / "run" / "images" / picture.image.sha256).is_file() for picture in pictures
@@ -216,12 +220,12 @@ def test_a_run_learns(method: str, model: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def judge_that_sees() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The address of a server that answers with the brightness of the picture it is shown; what it was asked."""
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     class Judge(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append(body)
+            requests.append(body)
             picture, text = body["messages"][-1]["content"]
             data = base64.b64decode(picture["image_url"]["url"].partition(",")[2])
             light = Image.open(io.BytesIO(data)).convert("L").resize((1, 1)).getpixel((0, 0))
@@ -242,14 +246,14 @@ def judge_that_sees() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+        yield f"http://127.0.0.1:{server.server_port}/v1", requests
         server.shutdown()
 
 
 def test_a_judge_at_an_address_is_shown_each_picture(
     judge_that_sees: tuple[str, list[dict[str, Any]]], model: Path, tmp_path: Path
 ) -> None:
-    address, asked = judge_that_sees
+    address, requests = judge_that_sees
     judge = {
         "base_url": address, "model": "eyes", "mode": "pointwise", "rubric": "How bright is it?",
         "verdict": {"kind": "score", "min": 0, "max": 10}, "retries": 0,
@@ -266,11 +270,11 @@ def test_a_judge_at_an_address_is_shown_each_picture(
         row["ycore/judge/calls"] >= 8 and row["ycore/judge/parse_failures"] == 0 for row in rows
     )
     assert 0 < rows[0]["reward"] < 1 and rows[0]["ycore/skipped"] == 0
-    pictures = {body["messages"][-1]["content"][0]["image_url"]["url"] for body in asked}
+    pictures = {body["messages"][-1]["content"][0]["image_url"]["url"] for body in requests}
     assert len(pictures) > 8, "each question shows its own picture"
     codes = {
         re.findall(r"score-[0-9a-f]{6}", body["messages"][-1]["content"][1]["text"])[-1]
-        for body in asked
+        for body in requests
     }
     assert len(codes) >= len(pictures), "and no verdict can be copied from another"
-    assert "[picture 1]" in asked[0]["messages"][-1]["content"][1]["text"]
+    assert "[picture 1]" in requests[0]["messages"][-1]["content"][1]["text"]

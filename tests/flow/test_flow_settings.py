@@ -92,12 +92,12 @@ def test_what_contradicts_itself_is_one_line(change: dict[str, Any], said: str) 
 
 def test_the_page_of_pictures_has_every_key_with_its_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "pictures.md").read_text(encoding="utf-8")
-    told: dict[str, str] = {}
+    documented: dict[str, str] = {}
     for names, defaults in re.findall(r"^\| (`flow\..*?) \| (.*?) \|", page, re.MULTILINE):
         cells = re.findall(r"`([^`]+)`", defaults) or ["null"]
-        told |= dict(zip(re.findall(r"`flow\.(\w+)`", names), cells, strict=True))
+        documented |= dict(zip(re.findall(r"`flow\.(\w+)`", names), cells, strict=True))
     assert {
-        name: yaml.safe_load(text) for name, text in told.items()
+        name: yaml.safe_load(text) for name, text in documented.items()
     } == FlowSettings().model_dump()
 
 

@@ -35,14 +35,15 @@ def test_rows_ask_for_classes_and_pass_their_other_columns_on(tmp_path: Path) ->
     file.write_text(
         '{"prompt": "a three", "label": 2, "style": "bold"}\n{"label": "0", "style": "thin"}\n'
     )
-    found = load_conditions(config_of(str(file)), num_classes=3)
-    assert [(one.content, dict(one.columns)) for one in found.prompts] == [
+    prompt_set = load_conditions(config_of(str(file)), num_classes=3)
+    assert [(prompt.content, dict(prompt.columns)) for prompt in prompt_set.prompts] == [
         ("a three", {"label": 2, "style": "bold"}),
         ("0", {"label": 0, "style": "thin"}),
     ]
     every = load_conditions(config_of("classes", condition_column="digit"), num_classes=3)
     assert [
-        one.columns["digit"] for one in conditions([*every.prompts, *every.prompts], "digit")
+        prompt.columns["digit"]
+        for prompt in conditions([*every.prompts, *every.prompts], "digit")
     ] == [0, 1, 2]
 
 

@@ -36,11 +36,13 @@ def ask(
     engine: PictureEngine, *requests: tuple[int, int, int], greedy: bool = False
 ) -> list[Picture]:
     async def all_of_them() -> list[Picture]:
-        asked = [
+        completions = [
             engine.complete((label, first), seed, greedy=greedy)
             for label, first, seed in requests
         ]
-        return [Picture.of(one.text) for one in await asyncio.gather(*asked)]
+        return [
+            Picture.of(completion.text) for completion in await asyncio.gather(*completions)
+        ]
 
     return asyncio.run(all_of_them())
 
@@ -54,9 +56,11 @@ def test_a_picture_is_a_reference_and_the_same_in_any_batch(
     assert alone.image == many[5].image and engine.num_drawn == 7
     assert ImageStore(tmp_path / "images").open(alone.image.sha256).size == (4, 4)
     kept = Trajectories(tmp_path / "trajectories")
-    own, same = kept.get(alone.kept), kept.get(many[5].kept)
+    alone_trajectory, batch_trajectory = kept.get(alone.kept), kept.get(many[5].kept)
     for name in ("pictures", "points", "logprobs"):
-        assert torch.equal(own[name][alone.row], same[name][many[5].row])
+        assert torch.equal(
+            alone_trajectory[name][alone.row], batch_trajectory[name][many[5].row]
+        )
     text = alone.as_text()
     assert Picture.of(text) == alone and len(text) < 250 and json.loads(text)["first"] == 1
 

@@ -34,10 +34,10 @@ def teacher_at(model: Path) -> Iterator[str]:
                     ).ids
                 }
             elif self.path == "/v1/completions":
-                told = [
+                logprobs = [
                     {str(token): {"logprob": logprob_of(token)}} for token in body["prompt"][1:]
                 ]
-                answer = {"choices": [{"prompt_logprobs": [None, *told]}]}
+                answer = {"choices": [{"prompt_logprobs": [None, *logprobs]}]}
             sent = json.dumps(answer).encode()
             self.send_response(404 if "error" in answer else 200)
             self.send_header("content-length", str(len(sent)))

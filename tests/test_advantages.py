@@ -49,8 +49,8 @@ WITHIN_GROUP = ["dr-grpo", "group", "maxrl", "rloo"]
 
 
 def run(name: str, rewards: Tensor, mask: Tensor, greedy: Tensor | None = None) -> Tensor:
-    found = ESTIMATORS[name]
-    return found(rewards, mask, greedy_P=greedy if found.needs_greedy else None)
+    estimator = ESTIMATORS[name]
+    return estimator(rewards, mask, greedy_P=greedy if estimator.needs_greedy else None)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -298,9 +298,9 @@ def test_other_groups_matter_only_where_the_batch_is_normalised(name: str) -> No
 
 
 def test_every_estimator_says_where_it_is_from() -> None:
-    for name, found in ESTIMATORS.items():
-        assert found.name == name
-        formula, _, source = (found.function.__doc__ or "").partition("\n\n")
+    for name, estimator in ESTIMATORS.items():
+        assert estimator.name == name
+        formula, _, source = (estimator.function.__doc__ or "").partition("\n\n")
         assert ("r - " in formula or name == "raft") and source.strip().startswith("arXiv ")
 
 

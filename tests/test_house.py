@@ -471,10 +471,10 @@ def foreign_readings(source: str, relative: str) -> list[str]:
         if modules and relative not in FOREIGN_SOURCES[max(modules, key=len)]:
             readings.append(f"{name} reads what others send: take ycore.run.address")
     is_between_machines = relative == "launch/machines.py"
-    if not is_between_machines and (found := OPENS_CONNECTIONS.search(source)):
-        readings.append(f"{found[0]} opens an address: take ycore.run.address")
-    if relative not in PARSES_OWN_JSON and (found := PARSES_JSON.search(source)):
-        readings.append(f"{found[0]} parses JSON: take ycore.foreign.foreign_json")
+    if not is_between_machines and (match := OPENS_CONNECTIONS.search(source)):
+        readings.append(f"{match[0]} opens an address: take ycore.run.address")
+    if relative not in PARSES_OWN_JSON and (match := PARSES_JSON.search(source)):
+        readings.append(f"{match[0]} parses JSON: take ycore.foreign.foreign_json")
     return readings
 
 

@@ -181,15 +181,18 @@ def curriculum(peers: Peers, folder: Path) -> dict[str, Any]:
     """Three epochs of 64 rows, of which 24 are flat; from the second on, those come up less often."""
     rounds = make_rounds(peers, ScriptedEngine(), folder, dynamic=True, max_tries=8)
     rounds.draws.curriculum = Curriculum(seed=5, drop_after=0)
-    asked, draw = [], rounds.draws.draw
-    rounds.draws.draw = lambda: asked.append(draw()) or asked[-1]  # type: ignore[method-assign,func-returns-value]
+    drawn, draw = [], rounds.draws.draw
+    rounds.draws.draw = lambda: drawn.append(draw()) or drawn[-1]  # type: ignore[method-assign,func-returns-value]
     try:
         for step in range(20):
             rounds.next_round(step=step, num_groups=4)
     finally:
         rounds.close()
     state = json.loads(json.dumps(rounds.draws.curriculum.state_dict()))
-    return {"state": state, "asked": [[one.position, one.prompt.row] for one in asked]}
+    return {
+        "state": state,
+        "asked": [[drawn_row.position, drawn_row.prompt.row] for drawn_row in drawn],
+    }
 
 
 def ahead(peers: Peers, folder: Path) -> dict[str, Any]:

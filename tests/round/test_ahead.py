@@ -59,7 +59,7 @@ class Even:
 
     async def score(self, writing: PendingGroup) -> list[list[Score]]:
         written = await writing.all()
-        return [[Score(float(one.token_ids[0] % 2 == 0))] for one in written]
+        return [[Score(float(completion.token_ids[0] % 2 == 0))] for completion in written]
 
     async def close(self) -> None:
         pass
@@ -102,21 +102,21 @@ def make(tmp_path: Path) -> Iterator[Make]:
             "share_weights": lambda version: tmp_path,
             "journal": Journal(tmp_path / folder, rank=0),
         }
-        one = (
+        new_controller = (
             ControllerAhead(num_steps=steps, max_staleness=1, **parts)
             if ahead
             else Controller(**parts)
         )
-        made.append(one)
-        return one
+        made.append(new_controller)
+        return new_controller
 
     yield controller
-    for one in made:
-        one.close()
+    for made_controller in made:
+        made_controller.close()
 
 
 def versions(groups: Sequence[Group]) -> set[int]:
-    return {one.policy_version for group in groups for one in group.completions}
+    return {completion.policy_version for group in groups for completion in group.completions}
 
 
 def take(controller: Controller, steps: Sequence[int]) -> list[list[Group]]:
@@ -136,9 +136,9 @@ def test_a_round_is_written_by_the_version_before_its_step_and_the_first_by_its_
 
 def test_what_is_measured_is_measured_with_the_weights_of_its_step(make: Make) -> None:
     engine = Engine()
-    one = make(ahead=False, engine=engine)
-    take(one, [0, 1])
-    one.sync(2)  # as an evaluation does
+    controller = make(ahead=False, engine=engine)
+    take(controller, [0, 1])
+    controller.sync(2)  # as an evaluation does
     assert engine.version == 2
 
 
@@ -148,7 +148,7 @@ def test_with_weights_that_do_not_change_the_rounds_are_those_of_no_lag(make: Ma
 
     def plain(groups: Sequence[Group]) -> object:
         return [
-            (group.draw.position, [one.token_ids for one in group.completions])
+            (group.draw.position, [completion.token_ids for completion in group.completions])
             for group in groups
         ]
 

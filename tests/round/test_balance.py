@@ -68,8 +68,9 @@ def test_what_teaches_comes_first_and_the_earlier_drawn_before_the_later(
     left = [summary for summary in summaries if summary not in chosen]
     for summary in left:
         assert all(
-            (not one.teaches, one.position) < (not summary.teaches, summary.position)
-            for one in chosen
+            (not chosen_summary.teaches, chosen_summary.position)
+            < (not summary.teaches, summary.position)
+            for chosen_summary in chosen
         )
 
 

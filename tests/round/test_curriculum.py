@@ -30,7 +30,7 @@ def test_the_chance_is_that_of_drawing_the_group_again(totals: list[float]) -> N
     """Against every way to draw as many completions from the group's own."""
     again = list(itertools.product(totals, repeat=len(totals)))
     assert chance_of(totals) == pytest.approx(
-        sum(len(set(one)) > 1 for one in again) / len(again)
+        sum(len(set(redraw)) > 1 for redraw in again) / len(again)
     )
 
 
@@ -101,10 +101,10 @@ def test_a_state_gives_the_memory_back(first: list, second: list) -> None:  # ty
 
 
 @given(st.integers(1, 4), TOLD)
-def test_ranks_together_draw_what_one_would(world: int, told: list) -> None:  # type: ignore[type-arg]
+def test_ranks_together_draw_what_one_would(world: int, learned: list) -> None:  # type: ignore[type-arg]
     def draws(shard: Shard) -> DrawSource:
         order = Curriculum(seed=2)
-        order.learn(told)
+        order.learn(learned)
         rows = [Prompt(row, "x") for row in range(10)]
         return DrawSource(
             rows,
@@ -116,10 +116,10 @@ def test_ranks_together_draw_what_one_would(world: int, told: list) -> None:  # 
         )
 
     def upto(source: DrawSource, end: int) -> dict[int, int]:
-        found = {}
-        while (one := source.draw()).position < end:
-            found[one.position] = one.prompt.row
-        return found
+        row_of = {}
+        while (draw := source.draw()).position < end:
+            row_of[draw.position] = draw.prompt.row
+        return row_of
 
     if all(draws(Shard()).curriculum.weight(row) == 0 for row in range(10)):  # type: ignore[union-attr]
         return

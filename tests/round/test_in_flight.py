@@ -139,13 +139,13 @@ def make(tmp_path: Path) -> Iterator[Make]:
         make_one = Controller
         if max_staleness:
             make_one = partial(ControllerAhead, num_steps=99, max_staleness=max_staleness)
-        one = make_one(**parts)
-        made.append(one)
-        return one
+        new_controller = make_one(**parts)
+        made.append(new_controller)
+        return new_controller
 
     yield controller
-    for one in made:
-        one.close()
+    for made_controller in made:
+        made_controller.close()
 
 
 def take(controller: Controller, steps: Sequence[int]) -> list[list[Group]]:
@@ -157,7 +157,9 @@ def take(controller: Controller, steps: Sequence[int]) -> list[list[Group]]:
 
 
 def completions(rounds: Sequence[Sequence[Group]]) -> list[Completion]:
-    return [one for groups in rounds for group in groups for one in group.completions]
+    return [
+        completion for groups in rounds for group in groups for completion in group.completions
+    ]
 
 
 def expected_length(group: Group) -> int:
@@ -168,23 +170,26 @@ def test_a_carried_completion_is_whole_and_each_token_has_its_versions_logprob(
     make: Make,
 ) -> None:
     rounds = take(make(), range(8))
-    carried = [one for one in completions(rounds) if one.segments]
+    carried = [written for written in completions(rounds) if written.segments]
     assert carried, "nothing was carried"
     for group in (group for groups in rounds for group in groups):
-        for one in group.completions:
-            assert len(one.token_ids) == expected_length(group)
-            assert one.logprobs == tuple(
-                -float(1 + number) for number in range(len(one.token_ids))
+        for completion in group.completions:
+            assert len(completion.token_ids) == expected_length(group)
+            assert completion.logprobs == tuple(
+                -float(1 + number) for number in range(len(completion.token_ids))
             )
-    for one in carried:
-        ends = [end for end, _ in one.segments]
-        assert ends == sorted({*ends}) and ends[0] > 0 and ends[-1] < len(one.token_ids)
-        written_by = [version for end, version in one.segments] + [one.policy_version]
-        starts = [0, *ends, len(one.token_ids)]
+    for completion in carried:
+        ends = [end for end, _ in completion.segments]
+        assert ends == sorted({*ends}) and ends[0] > 0 and ends[-1] < len(completion.token_ids)
+        written_by = [version for end, version in completion.segments] + [
+            completion.policy_version
+        ]
+        starts = [0, *ends, len(completion.token_ids)]
         for version, begin, end in zip(written_by, starts, starts[1:], strict=False):
-            assert {*one.token_ids[begin:end]} == {version}
-        assert one.first_version < one.policy_version and one.text == " ".join(
-            map(str, one.token_ids)
+            assert {*completion.token_ids[begin:end]} == {version}
+        assert (
+            completion.first_version < completion.policy_version
+            and completion.text == " ".join(map(str, completion.token_ids))
         )
 
 
@@ -249,7 +254,10 @@ def test_what_is_too_old_begins_anew(make: Make) -> None:
         name, recorded.get(name, 0.0) + value
     )
     rounds = take(controller, range(10))
-    assert all(one.policy_version - one.first_version <= 1 for one in completions(rounds))
+    assert all(
+        completion.policy_version - completion.first_version <= 1
+        for completion in completions(rounds)
+    )
     assert recorded["ycore/carried/dropped"] > 0 and recorded["ycore/carried/tokens"] > 0
 
 
@@ -259,10 +267,10 @@ def test_the_metrics_tell_what_was_carried(make: Make) -> None:
     controller.record = recorded.__setitem__
     take(controller, [0])
     begun = [
-        len(one["token_ids"])
+        len(completion["token_ids"])
         for group in controller.in_flight.state_dict()
-        for one in group["begun"].values()
-        if one["finish_reason"] == ABORTED
+        for completion in group["begun"].values()
+        if completion["finish_reason"] == ABORTED
     ]
     assert recorded["ycore/carried/groups"] == len(controller.in_flight.unfinished) > 0
     assert recorded["ycore/carried/completions"] == len([num for num in begun if num])
@@ -323,7 +331,7 @@ def test_in_a_stream_no_token_is_older_than_its_step_allows_and_each_has_its_ver
 ) -> None:
     rounds = train(stream(make), range(12))
     for step, groups in enumerate(rounds):
-        for completion in (one for group in groups for one in group.completions):
+        for completion in (written for group in groups for written in group.completions):
             start = 0
             for end, version in completion.versions:
                 assert {*completion.token_ids[start:end]} == {version}
@@ -332,7 +340,7 @@ def test_in_a_stream_no_token_is_older_than_its_step_allows_and_each_has_its_ver
             assert completion.logprobs == tuple(
                 -float(1 + number) for number in range(len(completion.token_ids))
             )
-    assert any(one.segments for one in completions(rounds)), "nothing met new weights"
+    assert any(written.segments for written in completions(rounds)), "nothing met new weights"
 
 
 def test_a_stream_trains_on_every_group_once_or_counts_it_as_too_old(make: Make) -> None:
@@ -386,7 +394,9 @@ def test_with_weights_that_do_not_change_a_stream_has_the_lengths_and_tokens_of_
         lambda completion: completion.token_ids[0],
         lambda completion: completion.token_ids[-1],
     ):
-        pairs = [[float(figure(one)) for one in side] for side in (streamed, written)]
+        pairs = [
+            [float(figure(completion)) for completion in side] for side in (streamed, written)
+        ]
         difference = fmean(pairs[0]) - fmean(pairs[1])
         errors.append(
             abs(difference) / math.hypot(*(stdev(side) / len(side) ** 0.5 for side in pairs))
@@ -439,7 +449,11 @@ def test_rounds_are_begun_no_earlier_than_training_needs_them(make: Make) -> Non
     ages = []
     for step in range(10):
         groups = controller.next_round(step=step, num_groups=NEED)
-        ages += [step - one.first_version for group in groups for one in group.completions]
+        ages += [
+            step - completion.first_version
+            for group in groups
+            for completion in group.completions
+        ]
         controller.rest()  # training takes longer than writing
     assert max(ages[6 * NEED :]) <= 2
 
@@ -501,7 +515,9 @@ def test_a_stream_is_closed_while_groups_are_in_flight(make: Make) -> None:
 def test_deterministic_rounds_two_ahead_have_one_version_each(make: Make) -> None:
     def versions_of_rounds() -> list[set[int]]:
         controller = make(max_staleness=2, oversample=1.0, in_flight=None, journal=None)
-        return [{*one.versions} for one in completions(train(controller, range(6)))]
+        return [
+            {*completion.versions} for completion in completions(train(controller, range(6)))
+        ]
 
     written = versions_of_rounds()
     assert written == versions_of_rounds()

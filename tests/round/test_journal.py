@@ -84,7 +84,7 @@ def make() -> Iterator[Make]:
         group_size: int = 1,
         curriculum: Curriculum | None = None,
     ) -> Controller:
-        one = Controller(
+        new_controller = Controller(
             engines=[Echo()],
             scoring=Scoring([((0, 1), Constant())]),
             draws=DrawSource(
@@ -99,13 +99,13 @@ def make() -> Iterator[Make]:
             journal=Journal(folder, rank=0),
         )
         if recorded is not None:
-            one.record = recorded.__setitem__
-        made.append(one)
-        return one
+            new_controller.record = recorded.__setitem__
+        made.append(new_controller)
+        return new_controller
 
     yield controller
-    for one in made:
-        one.close()
+    for made_controller in made:
+        made_controller.close()
 
 
 def test_a_committed_round_is_given_again_and_the_cursor_with_it(
@@ -123,7 +123,7 @@ def test_a_committed_round_is_given_again_and_the_cursor_with_it(
     assert source.next_round(step=2, num_groups=2) == rounds[2]
     recorded.clear()
     new = source.next_round(step=3, num_groups=2)
-    assert [one.draw.position for one in new] == [6, 7] and "ycore/replayed" not in recorded
+    assert [later.draw.position for later in new] == [6, 7] and "ycore/replayed" not in recorded
 
 
 def test_a_round_s_file_does_not_grow_with_the_rows_that_the_run_has_seen(
@@ -241,7 +241,7 @@ def test_turns_come_back(tmp_path: Path) -> None:
         Turn(False, 2, ({"role": "user", "content": "3"},), calls=1, failures=0, seconds=0.25),
         Turn(True, 1, ({"role": "assistant", "content": "3"},)),
     )
-    told = Completion(
+    completion = Completion(
         (5, 6, 7, 8),
         (-0.1, 0.0, 0.0, -0.2),
         "3",
@@ -250,14 +250,16 @@ def test_turns_come_back(tmp_path: Path) -> None:
         turns,
         Score(None, "get_reward raised"),
     )
-    one = replace(group(0), completions=(told,))
+    original = replace(group(0), completions=(completion,))
     journal = Journal(tmp_path, rank=0)
-    journal.commit(0, [one], {})
-    found = journal.read(0)
+    journal.commit(0, [original], {})
+    stored_round = journal.read(0)
     assert (
-        found is not None and found.groups == [one] and one.completions[0].mask == (1, 0, 0, 1)
+        stored_round is not None
+        and stored_round.groups == [original]
+        and original.completions[0].mask == (1, 0, 0, 1)
     )
-    assert one.num_tokens == 4 and one.num_written == 2
+    assert original.num_tokens == 4 and original.num_written == 2
 
 
 def test_a_transcript_lets_nobody_speak_for_another() -> None:
@@ -266,8 +268,8 @@ def test_a_transcript_lets_nobody_speak_for_another() -> None:
         Turn(True, 1, ({"role": "assistant", "content": said},)),
         Turn(False, 1, ({"role": "user", "content": "3"},)),
     )
-    told = Completion((5, 6), None, said, "turns", 0, turns)
-    assert [line for line in told.transcript.split("\n") if not line.startswith(" ")] == [
+    completion = Completion((5, 6), None, said, "turns", 0, turns)
+    assert [line for line in completion.transcript.split("\n") if not line.startswith(" ")] == [
         "assistant: no",
         "user: 3",
     ]

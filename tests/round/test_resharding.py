@@ -49,7 +49,7 @@ def state(cursor: int, surplus: tuple[int, ...] = (), **more: Any) -> dict[str, 
 
 
 def positions(items: list[dict[str, Any]]) -> list[int]:
-    return [one["group"]["draw"]["position"] for one in items]
+    return [leftover["group"]["draw"]["position"] for leftover in items]
 
 
 @settings(deadline=None)
@@ -111,19 +111,21 @@ def test_ranks_that_drew_as_many_leave_no_gap() -> None:
 def test_leftover_groups_and_what_was_learned_go_along() -> None:
     learned = {"division": {"rollout": 2}}
     before = [state(5, (4, 6), placement=learned), state(4, (1,))]
-    one, two, three = reshard_states(before, world=3)
-    assert [positions(rank_state["leftover_groups"]) for rank_state in (one, two, three)] == [
+    first, second, third = reshard_states(before, world=3)
+    assert [
+        positions(rank_state["leftover_groups"]) for rank_state in (first, second, third)
+    ] == [
         [1],
         [4],
         [6],
     ]
-    assert one["placement"] == two["placement"] == learned, (
+    assert first["placement"] == second["placement"] == learned, (
         "the first rank of each machine takes it"
     )
-    assert one["acceptance"] == before[0]["acceptance"]
-    assert one["lengths"] == three["lengths"] == before[0]["lengths"]
-    assert one.keys() == PARTS.keys(), "no part is forgotten"
-    assert json.loads(json.dumps(one)) == one
+    assert first["acceptance"] == before[0]["acceptance"]
+    assert first["lengths"] == third["lengths"] == before[0]["lengths"]
+    assert first.keys() == PARTS.keys(), "no part is forgotten"
+    assert json.loads(json.dumps(first)) == first
 
 
 @settings(deadline=None)
@@ -138,22 +140,22 @@ def test_a_round_is_dealt_whole(lengths: list[int], world: int, before: int) -> 
     assert [len(rank_groups) for rank_groups in assigned] == [12 // world] * world
     assert (
         sorted(
-            (one for rank_groups in assigned for one in rank_groups),
-            key=lambda one: one.draw.position,
+            (dealt_group for rank_groups in assigned for dealt_group in rank_groups),
+            key=lambda dealt_group: dealt_group.draw.position,
         )
         == groups
     )
     assert all(
-        rank_groups == sorted(rank_groups, key=lambda one: one.draw.position)
+        rank_groups == sorted(rank_groups, key=lambda dealt_group: dealt_group.draw.position)
         for rank_groups in assigned
     )
 
 
 def commit(folder: Path, step: int, world: int, *, but: int | None = None) -> None:
     for rank in set(range(world)) - {but}:
-        own = [group(4 * step + number) for number in range(rank, 4, world)]
+        rank_groups = [group(4 * step + number) for number in range(rank, 4, world)]
         Journal(folder, rank=rank, world=world).commit(
-            step, own, state((step + 1) * 4 // world), {"reward": 1.0}
+            step, rank_groups, state((step + 1) * 4 // world), {"reward": 1.0}
         )
 
 
@@ -164,14 +166,18 @@ def test_the_journal_gives_other_ranks_their_part(
     commit(tmp_path, 3, before)
     parts = [Journal(tmp_path, rank=rank, world=world).read(3) for rank in range(world)]
     assert all(part is not None for part in parts)
-    found = [part for part in parts if part is not None]
-    assert sorted(one.draw.position for part in found for one in part.groups) == [
+    read_parts = [part for part in parts if part is not None]
+    assert sorted(
+        read_group.draw.position for part in read_parts for read_group in part.groups
+    ) == [
         12,
         13,
         14,
         15,
     ]
-    assert all(part.state["draws"] == {"start": 16, "gaps": [], "cursor": 0} for part in found)
+    assert all(
+        part.state["draws"] == {"start": 16, "gaps": [], "cursor": 0} for part in read_parts
+    )
 
 
 def test_a_round_that_lacks_a_part_was_never_made(tmp_path: Path) -> None:

@@ -157,8 +157,8 @@ def test_groups_come_in_the_order_drawn_whichever_ends_first(folder: Path) -> No
             str(seed)[-2:] for seed in seeds
         ]
         assert all(
-            asked in engine.asked
-            for asked in ((item.group.draw.token_ids, seed) for seed in seeds)
+            prompt_and_seed in engine.asked
+            for prompt_and_seed in ((item.group.draw.token_ids, seed) for seed in seeds)
         )
     assert (stats.drawn, stats.num_tokens, stats.num_masked) == (4, 24, 0)
 
@@ -195,11 +195,11 @@ def test_rewards_in_each_of_several_environments_are_told_apart(folder: Path) ->
         ]
         totals[item.group.draw.prompt.columns["environment"]] += known
     meter.end()
-    shown = meter.metrics(meter.take())
-    assert {name: shown[f"ycore/reward/{name}"] for name in totals} == {
+    metrics = meter.metrics(meter.take())
+    assert {name: metrics[f"ycore/reward/{name}"] for name in totals} == {
         name: pytest.approx(sum(values) / len(values)) for name, values in totals.items()
     }
-    assert "ycore/reward/none" not in shown
+    assert "ycore/reward/none" not in metrics
 
 
 def test_a_completion_without_any_reward_is_masked(folder: Path) -> None:

@@ -164,17 +164,17 @@ def test_the_draws_go_on_from_round_to_round(make: MakeRounds) -> None:
 
 def test_metrics_of_a_round(make: MakeRounds) -> None:
     rounds = make(TestEngine())
-    told: dict[str, float] = {}
-    rounds.record = told.__setitem__
+    recorded: dict[str, float] = {}
+    rounds.record = recorded.__setitem__
     rounds.next_round(step=0, num_groups=2)
     assert {
         "ycore/time/sync",
         "ycore/time/round",
         "ycore/tokens_per_s",
         "ycore/masked",
-    } <= told.keys()
-    assert told["ycore/masked"] == 0
-    assert told["ycore/time/round"] >= told["ycore/time/generate"] > 0
+    } <= recorded.keys()
+    assert recorded["ycore/masked"] == 0
+    assert recorded["ycore/time/round"] >= recorded["ycore/time/generate"] > 0
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ def test_an_engine_that_keeps_old_weights_ends_the_round(make: MakeRounds) -> No
 
 def test_samples_are_the_same_whenever_they_are_asked(make: MakeRounds) -> None:
     rounds = make(TestEngine())
-    asked = [(Prompt(row=row, content=f"prompt {row}"), (row + 1,)) for row in range(3)]
-    first = rounds.sample(asked, version=0)
+    prompts = [(Prompt(row=row, content=f"prompt {row}"), (row + 1,)) for row in range(3)]
+    first = rounds.sample(prompts, version=0)
     rounds.next_round(step=1, num_groups=2)
-    assert rounds.sample(asked, version=2) == first
+    assert rounds.sample(prompts, version=2) == first
     assert [sample["row"] for sample in first] == [0, 1, 2]
 
 

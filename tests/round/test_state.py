@@ -41,8 +41,8 @@ def make() -> Iterator[Callable[[], Controller]]:
         return made[-1]
 
     yield controller
-    for one in made:
-        one.close()
+    for made_controller in made:
+        made_controller.close()
 
 
 def learned() -> dict[str, Any]:

@@ -81,9 +81,11 @@ def test_dealing_evens_out_the_tokens_and_says_what_it_moved(seen: Seen) -> None
     ranks = seen["plain"]
     metrics = [rank["metrics"] for rank in ranks]
     loads = [sum(group["tokens"] for group in rank["groups"]) for rank in ranks]
-    for told in metrics:
-        assert told["ycore/balance/after"] == pytest.approx(max(loads) * 2 / sum(loads))
-        assert 1.0 <= told["ycore/balance/after"] <= told["ycore/balance/before"]
+    for rank_metrics in metrics:
+        assert rank_metrics["ycore/balance/after"] == pytest.approx(max(loads) * 2 / sum(loads))
+        assert (
+            1.0 <= rank_metrics["ycore/balance/after"] <= rank_metrics["ycore/balance/before"]
+        )
     foreign = [
         sum(group["position"] % 2 != rank for group in seen["plain"][rank]["groups"])
         for rank in (0, 1)
@@ -120,11 +122,11 @@ def test_ranks_learn_the_same_curriculum_and_leave_out_what_does_not_teach(seen:
     """Of the first 64 positions every one is drawn; of the later ones, the flat rows' about one in ten."""
     ranks = seen["curriculum"]
     assert ranks[0]["state"] == ranks[1]["state"] and len(ranks[0]["state"]["rows"]) == 64
-    asked = [one for rank in ranks for one in rank["asked"]]
-    assert all(position % 64 == row for position, row in asked)
-    assert len({position for position, _ in asked}) == len(asked), "a position was drawn twice"
+    draws = [draw for rank in ranks for draw in rank["asked"]]
+    assert all(position % 64 == row for position, row in draws)
+    assert len({position for position, _ in draws}) == len(draws), "a position was drawn twice"
     later = [
-        row for position, row in asked if position >= 80
+        row for position, row in draws if position >= 80
     ]  # a round draws ahead of what it learns
     flat = sum(row % 2 == 1 and row % 8 != 1 for row in later) / len(later)
     assert len(later) > 0 and flat < 0.25, (

@@ -50,11 +50,11 @@ def scene(
 
 
 def test_queues_are_those_of_all_ranks() -> None:
-    told = [
+    events = [
         *levels(T + 1, waiting=5, rollout_0=8, judge_0=1),
         *levels(T + 1, rank=1, waiting=2, rollout_0=4),
     ]
-    now = scene(*told)
+    now = scene(*events)
     assert now.queues() == {"rollout": (12, 7), "judge": (1, 0)}
     assert now.slots() == {
         (0, 0): [

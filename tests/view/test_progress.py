@@ -67,11 +67,11 @@ def test_a_terminal_gets_a_bar_with_the_last_step(monkeypatch: pytest.MonkeyPatc
     progress.say("starting [2] engines")
     progress.step(ROW)
     progress.close()
-    shown = stream.getvalue()
-    assert "starting [2] engines" in shown
-    assert "step 3/10" in shown
-    assert "0.417" in shown and "zero-variance 25%" in shown
-    assert "1 min 10 s left" in shown
+    output = stream.getvalue()
+    assert "starting [2] engines" in output
+    assert "step 3/10" in output
+    assert "0.417" in output and "zero-variance 25%" in output
+    assert "1 min 10 s left" in output
 
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])

@@ -53,12 +53,14 @@ def make_run(
         "prompts_per_step": 4,
     }
     config["rewards"] = [{"reward": "exact_answer", "weight": 2.0}]
-    told = {
+    run_json = {
         "config": config,
         "command": ["ycore", "grpo", "--model", "tiny model"],
         "versions": {"torch": "2.13.0"},
     }
-    (root / "run.json").write_text(json.dumps({**told, "started": "2026-01-01T00:00:00+00:00"}))
+    (root / "run.json").write_text(
+        json.dumps({**run_json, "started": "2026-01-01T00:00:00+00:00"})
+    )
     (root / "engines.json").write_text(
         json.dumps({"kind": "vllm", "engines": ["rollout-0", "rollout-1"]})
     )
@@ -86,13 +88,13 @@ def _group(text: str) -> Group:
 
 def _step(number: int, seconds: float) -> dict[str, Any]:
     parts = {"ycore/time/sync": 0.1, "ycore/time/round": 0.5, "ycore/time/train": 0.3}
-    told = {name: share * seconds for name, share in parts.items()}
+    times = {name: share * seconds for name, share in parts.items()}
     return {
         "step": number,
         "reward": number / 12,
         "grad_norm": 1.0,
         "ycore/time/step": seconds,
-        **told,
+        **times,
     }
 
 
@@ -123,14 +125,14 @@ def test_the_page_is_for_dark_screens_and_for_phones_too(run: Path) -> None:
 
 
 def test_the_rewards_of_the_last_round_are_weighted_sums(run: Path) -> None:
-    assert [one.reward for one in read_run(run).completions] == [2.0, 0.0, None]
+    assert [scored.reward for scored in read_run(run).completions] == [2.0, 0.0, None]
 
 
 def test_the_last_round_is_that_of_the_journal_and_of_every_rank(tmp_path: Path) -> None:
     """As the journal itself writes it."""
     run = make_run(tmp_path / "two", text="7", num_ranks=2)
     written = read_run(run).completions
-    assert [one.completion for one in written] == [
+    assert [scored.completion for scored in written] == [
         *("7 0", "7 1", "7 2"),
         *("from the second rank 0", "from the second rank 1", "from the second rank 2"),
     ]
@@ -163,12 +165,12 @@ def test_the_turns_of_a_completion_are_told_apart_by_who_wrote_them(run: Path) -
         ),
         Turn(True, 1, ({"role": "assistant", "content": "three"},)),
     )
-    told = replace(
+    group = replace(
         _group("4"),
         completions=(Completion((1, 2, 3), (-0.5, 0.0, -0.5), "three", "stop", 1, turns),),
     )
     Journal(run / "journal", rank=0).commit(
-        12, [replace(told, scores_GR=((Score(1.0),),))], state={}
+        12, [replace(group, scores_GR=((Score(1.0),),))], state={}
     )
     page = render_page(make_report([read_run(run)]))
     assert (
@@ -186,16 +188,16 @@ def damage(file: Path) -> None:
 
 def test_completions_are_chosen_from_one_end_to_the_other() -> None:
     written = [ScoredCompletion("p", "c", float(number)) for number in range(100)]
-    rewards = [one.reward for one in chosen([*written, ScoredCompletion("p", "c", None)])]
+    rewards = [scored.reward for scored in chosen([*written, ScoredCompletion("p", "c", None)])]
     assert rewards == [*range(0, 100, 9), None]
-    assert [one.reward for one in chosen(written[:3])] == [0, 1, 2] and chosen([]) == []
+    assert [scored.reward for scored in chosen(written[:3])] == [0, 1, 2] and chosen([]) == []
 
 
 def test_samples_and_versions_are_shown(run: Path) -> None:
-    asked = [{"role": "user", "content": "3 + 3?"}]
+    prompt = [{"role": "user", "content": "3 + 3?"}]
     samples = {
-        "before": [{"prompt": asked, "completion": "5"}],
-        "after": [{"prompt": asked, "completion": "<6>"}],
+        "before": [{"prompt": prompt, "completion": "5"}],
+        "after": [{"prompt": prompt, "completion": "<6>"}],
     }
     (run / "samples.json").write_text(json.dumps(samples))
     with closing(MetricsWriter(run / "metrics.jsonl")) as writer:
@@ -219,11 +221,11 @@ def test_samples_show_the_pictures_of_their_prompts(run: Path) -> None:
     kept = hashlib.sha256(b"a picture").hexdigest()
     (run / "images").mkdir()
     (run / "images" / kept).write_bytes(b"a picture")
-    asked = {
+    sample = {
         "prompt": [{"role": "user", "content": f"Is {IMAGE_MARK} a cat?"}],
         "images": [kept, "0" * 64],
     }
-    samples = {when: [asked | {"completion": "no"}] for when in ("before", "after")}
+    samples = {when: [sample | {"completion": "no"}] for when in ("before", "after")}
     (run / "samples.json").write_text(json.dumps(samples))
     page = render_page(make_report([read_run(run)]))
     assert "<pre>Is [picture] a cat?</pre>" in page, "the mark is no letter that a browser has"
@@ -249,8 +251,8 @@ def test_several_runs_side_by_side(
 ) -> None:
     other, page = make_run(tmp_path / "second", seconds=20.0), tmp_path / "both.html"
     assert ycore(["report", str(run), str(other), "--output", str(page), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["runs"]
-    assert told[0]["device_seconds_per_informative_group"] == pytest.approx(5.0)
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert runs[0]["device_seconds_per_informative_group"] == pytest.approx(5.0)
     assert "One run a setting" in page.read_text()
 
 

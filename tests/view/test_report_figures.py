@@ -30,8 +30,8 @@ STEP = {
 def test_by_hand() -> None:
     """16 groups drawn for 8: half of the round taught nothing."""
     seconds = count_device_seconds([STEP], prompts_per_step=8, num_slots=2).seconds
-    told = {part: value for part, value in seconds.items() if value}
-    assert told == {
+    nonzero = {part: value for part, value in seconds.items() if value}
+    assert nonzero == {
         "groups that taught": 10.0,
         "groups not trained on": 10.0,
         "weight sync": 2.0,
@@ -94,9 +94,11 @@ def test_every_second_is_counted_once(
         "frac_reward_zero_std": shares[3],
         "ycore/sampling/drawn": drawn,
     }
-    told = count_device_seconds([row], prompts_per_step=8, num_slots=slots)
-    assert told.total == pytest.approx(sum(parts) * slots)
-    assert set(told.seconds) == set(PARTS) and min(told.seconds.values()) >= 0
+    device_seconds = count_device_seconds([row], prompts_per_step=8, num_slots=slots)
+    assert device_seconds.total == pytest.approx(sum(parts) * slots)
+    assert (
+        set(device_seconds.seconds) == set(PARTS) and min(device_seconds.seconds.values()) >= 0
+    )
 
 
 CONFIG = RunConfig(
@@ -108,12 +110,12 @@ CONFIG = RunConfig(
 
 
 def around(
-    reward: Callable[[int], float], *, steps: int = 30, **others: float
+    reward: Callable[[int], float], *, steps: int = 30, **metrics: float
 ) -> list[dict[str, Any]]:
     """Steps whose rewards go up and down by 0.02 around `reward`."""
-    own = {"learning_rate": 2e-5, "frac_reward_zero_std": 0.5} | others
+    constant = {"learning_rate": 2e-5, "frac_reward_zero_std": 0.5} | metrics
     return [
-        {"step": step, "ycore/reward": reward(step) + 0.02 * (-1) ** step, **own}
+        {"step": step, "ycore/reward": reward(step) + 0.02 * (-1) ** step, **constant}
         for step in range(steps)
     ]
 
@@ -130,28 +132,32 @@ def test_a_reward_that_rose_needs_no_advice() -> None:
 
 
 def test_where_groups_taught_the_rate_is_raised_first() -> None:
-    told = advice(around(flat), CONFIG)
-    assert told is not None
-    assert told.startswith(
+    message = advice(around(flat), CONFIG)
+    assert message is not None
+    assert message.startswith(
         "the reward did not rise (0.200 -> 0.200, first and last third of the steps), although groups"
     )
-    assert "--learning-rate 8.0e-05" in told
+    assert "--learning-rate 8.0e-05" in message
 
 
 def test_where_hardly_a_group_taught_the_prompts_are_to_blame() -> None:
-    told = advice(
+    message = advice(
         around(flat, frac_reward_zero_std=0.0, **{"ycore/sampling/drawn": 100.0}), CONFIG
     )
-    assert told is not None and "within only 240 of 3000 groups; try prompts" in told, (
+    assert message is not None and "within only 240 of 3000 groups; try prompts" in message, (
         "eight a step taught"
     )
-    told = advice(around(flat, frac_reward_zero_std=1.0), CONFIG)
-    assert told is not None and "within only 0 of 240 groups" in told
+    message = advice(around(flat, frac_reward_zero_std=1.0), CONFIG)
+    assert message is not None and "within only 0 of 240 groups" in message
 
 
 def test_where_it_fell_the_rate_is_lowered() -> None:
-    told = advice(around(lambda step: 0.8 - step / 100), CONFIG)
-    assert told is not None and "the reward fell" in told and "--learning-rate 5.0e-06" in told
+    message = advice(around(lambda step: 0.8 - step / 100), CONFIG)
+    assert (
+        message is not None
+        and "the reward fell" in message
+        and "--learning-rate 5.0e-06" in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,5 +183,5 @@ def test_a_short_run_is_not_judged() -> None:
     ],
 )
 def test_where_a_completion_teaches_by_itself_groups_need_not_differ(config: RunConfig) -> None:
-    told = advice(around(flat, frac_reward_zero_std=1.0), config)
-    assert told is not None and "although groups taught" in told
+    message = advice(around(flat, frac_reward_zero_std=1.0), config)
+    assert message is not None and "although groups taught" in message

@@ -51,12 +51,12 @@ def trackio_page(place: Path) -> dict[str, Any]:
 
 def environment(place: Path) -> dict[str, str]:
     """Of trackers that write in `place`."""
-    own = {
+    trackers = {
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(place),
         "TRACKIO_DIR": str(place / "trackio"),
     }
-    return {**os.environ, **own, "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **trackers, "HF_HUB_OFFLINE": "1"}
 
 
 def run(words: Sequence[Any], place: Path) -> None:
@@ -207,8 +207,8 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
     )
     figures = json.loads((tmp_path / "measured" / "eval.json").read_text())
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    told = {name: value for row in history_of(file) for name, value in row.items()}
-    assert told["eval/pass@1"] == figures["pass@1"]
+    logged = {name: value for row in history_of(file) for name, value in row.items()}
+    assert logged["eval/pass@1"] == figures["pass@1"]
     (page_run,) = [record.run for record in records_of(file) if record.HasField("run")][:1]
     assert page_run.job_type == "eval" and "eval" in page_run.tags
     assert settings_of(file)["num_samples"] == 2
@@ -269,7 +269,7 @@ def test_a_tracker_that_fails_at_the_end_costs_its_page_alone(
     folder = RunFolder(tmp_path)
     folder.config.write_text("{}")
     (tmp_path / "completions.jsonl").write_text("")
-    told = {
+    options = {
         "algorithm": "eval",
         "model": "m",
         "dataset": "d",
@@ -277,7 +277,7 @@ def test_a_tracker_that_fails_at_the_end_costs_its_page_alone(
         "output": str(tmp_path),
     }
     tell_evaluation(
-        resolve(options=told | {"trl": {"report_to": names}}), folder, {"reward": 1.0}
+        resolve(options=options | {"trl": {"report_to": names}}), folder, {"reward": 1.0}
     )
     assert (
         capfd.readouterr().out
@@ -336,12 +336,12 @@ def test_a_resumed_run_goes_on_with_its_pages(
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     wandb_file = files[0]
-    told = wandb_file.read_bytes()
-    assert b"ycore/time/round" in told and b"frac_reward_zero_std" in told
-    assert b"sums" in told and b"ycore/config" in told and b"prompts_per_step" in told
+    content = wandb_file.read_bytes()
+    assert b"ycore/time/round" in content and b"frac_reward_zero_std" in content
+    assert b"sums" in content and b"ycore/config" in content and b"prompts_per_step" in content
 
-    found = tmp_path.rglob("events.out.tfevents.*")
-    events = min(found, key=lambda path: path.stat().st_mtime)
+    event_files = tmp_path.rglob("events.out.tfevents.*")
+    events = min(event_files, key=lambda path: path.stat().st_mtime)
     scalars = EventAccumulator(str(events)).Reload()
     assert "train/ycore/time/train" in scalars.Tags()["scalars"]
     assert [round(event.value, 4) for event in scalars.Scalars("train/reward")] == [

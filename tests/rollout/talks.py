@@ -63,7 +63,7 @@ def shipped(name: str) -> str:
 def tokenizer_of(template: str, end: str) -> PreTrainedTokenizerFast:
     """Letters, and pairs of letters as merges: most random token ids become others when they are written and read."""
     lower = [letter for letter in LETTERS if letter.islower()]
-    pairs = [(one, other) for one in lower for other in lower]
+    pairs = [(first, second) for first in lower for second in lower]
     vocabulary = {
         token: number for number, token in enumerate([*LETTERS, *(a + b for a, b in pairs)])
     }

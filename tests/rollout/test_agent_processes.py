@@ -119,8 +119,8 @@ def test_an_agent_sees_its_row_and_its_address_and_nothing_else(
         )
 
     with socket.create_server(("127.0.0.1", 0)) as outside:
-        told, end = play("python agent.py all", work, port=outside.getsockname()[1])
-    wrong_key, no_json, other_path, variables, reaches, files = told
+        reports, end = play("python agent.py all", work, port=outside.getsockname()[1])
+    wrong_key, no_json, other_path, variables, reaches, files = reports
     assert wrong_key == [401, "the key is not that of this completion; take OPENAI_API_KEY"]
     assert no_json == [400, "the body is no JSON object"] and other_path[0] == 404
     row = json.loads(variables["YCORE_ROW"])

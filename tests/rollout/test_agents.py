@@ -101,7 +101,7 @@ class Scripted:
 
 
 def said(answers: list[Any]) -> Any:
-    return [one for one in answers if "choices" in one][-1]["choices"][0]["message"]
+    return [answer for answer in answers if "choices" in answer][-1]["choices"][0]["message"]
 
 
 def first(answers: list[Any]) -> dict[str, Any]:
@@ -111,8 +111,10 @@ def first(answers: list[Any]) -> dict[str, Any]:
 def tells(answers: list[Any], text: str = "3") -> dict[str, Any]:
     """What a client sends next that answers each of the policy's calls."""
     calls = said(answers).get("tool_calls") or []
-    told = [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls]
-    return {"messages": [*USER, said(answers), *told], "tools": [ADD]}
+    tool_turns = [
+        {"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls
+    ]
+    return {"messages": [*USER, said(answers), *tool_turns], "tools": [ADD]}
 
 
 def play(
@@ -128,16 +130,21 @@ def play(
         Writer(tokenizer, [ids_of(tokenizer, text) for text in turns]),
         Scripted(acts),
     )
-    how = AgentWriter(dialogue, agent, TurnLimits(**{**LIMITS, **limits}))  # type: ignore[arg-type]
-    how.several_sequences = splits
+    agent_writer = AgentWriter(dialogue, agent, TurnLimits(**{**LIMITS, **limits}))  # type: ignore[arg-type]
+    agent_writer.several_sequences = splits
     completion = asyncio.run(
-        how.write(GroupStart(Draw(5, PROMPT, (7, 8)), PROMPT), 1, writer, seed=0)
+        agent_writer.write(GroupStart(Draw(5, PROMPT, (7, 8)), PROMPT), 1, writer, seed=0)
     )
     assert sum(completion.mask) == sum(
         turn.num_tokens for turn in completion.turns if turn.by_policy
     )
     assert len(completion.mask) == len(completion.token_ids) == len(completion.logprobs or ())
-    return completion, writer, agent, dict(how.meter.metrics(how.meter.take()))
+    return (
+        completion,
+        writer,
+        agent,
+        dict(agent_writer.meter.metrics(agent_writer.meter.take())),
+    )
 
 
 @pytest.mark.parametrize("name", TALKS)
@@ -196,17 +203,19 @@ def test_no_token_of_a_talk_through_the_door_is_written_as_text_and_read_again(
     for _ in range(100):
         wrote = [[*chance.choices(lower, k=12), tokenizer.eos_token_id] for _ in range(3)]
         writer, agent = Writer(tokenizer, wrote), Scripted([goes_on] * 3 + [AgentExit(0)])
-        how = AgentWriter(dialogue_of, agent, TurnLimits(**LIMITS))  # type: ignore[arg-type]
-        found = asyncio.run(
-            how.write(GroupStart(Draw(5, PROMPT, (7, 8)), PROMPT), 1, writer, seed=0)
+        agent_writer = AgentWriter(dialogue_of, agent, TurnLimits(**LIMITS))  # type: ignore[arg-type]
+        completion = asyncio.run(
+            agent_writer.write(GroupStart(Draw(5, PROMPT, (7, 8)), PROMPT), 1, writer, seed=0)
         )
-        whole = [*(found.prompt_ids or ()), *found.token_ids]
+        whole = [*(completion.prompt_ids or ()), *completion.token_ids]
         assert agent.statuses == [200] * 3
         assert [
-            token for token, own in zip(found.token_ids, found.mask, strict=True) if own
+            token
+            for token, by_policy in zip(completion.token_ids, completion.mask, strict=True)
+            if by_policy
         ] == [token for turn in wrote for token in turn]
-        for asked, _, _ in writer.asked:
-            assert asked == whole[: len(asked)]
+        for request_ids, _, _ in writer.asked:
+            assert request_ids == whole[: len(request_ids)]
         would_change += (
             tokenizer.encode(tokenizer.decode(wrote[0][:-1]), add_special_tokens=False)
             != wrote[0][:-1]
@@ -277,16 +286,18 @@ def test_a_call_that_goes_on_from_no_other_begins_another_sequence(act: Any, nam
     )
     tokenizer, _ = dialogues(name)
     assert agent.statuses == [200] * 3 and metrics["ycore/turns/sequences"] == 2
-    asked = [tuple(ids) for ids, _, _ in writer.asked]
+    requests = [tuple(ids) for ids, _, _ in writer.asked]
     new, old = completion.sequences(())  # the one that was written last is last
-    assert new.prompt_ids == asked[1] == completion.prompt_ids and old.prompt_ids == asked[0]
+    assert (
+        new.prompt_ids == requests[1] == completion.prompt_ids and old.prompt_ids == requests[0]
+    )
     assert completion.token_ids[new.start : new.stop] == tuple(ids_of(tokenizer, "three"))
-    whole = asked[2] + tuple(ids_of(tokenizer, "four"))
+    whole = requests[2] + tuple(ids_of(tokenizer, "four"))
     assert old.prompt_ids + completion.token_ids[old.start : old.stop] == whole
-    own = [
+    policy_ids = [
         token for token, ours in zip(completion.token_ids, completion.mask, strict=True) if ours
     ]
-    assert own == [
+    assert policy_ids == [
         token for text in ("three", turns[0], "four") for token in ids_of(tokenizer, text)
     ]
     assert completion.logprobs == tuple(-0.5 if ours else 0.0 for ours in completion.mask)
@@ -294,7 +305,7 @@ def test_a_call_that_goes_on_from_no_other_begins_another_sequence(act: Any, nam
     assert from_bytes(to_bytes(group_of(completion))) == group_of(completion)
     (flat,) = flatten([group_of(completion)])
     ((at, length),) = flat.later_prompts
-    assert tuple(flat.completion_ids[at : at + length]) == asked[0] and not any(
+    assert tuple(flat.completion_ids[at : at + length]) == requests[0] and not any(
         (flat.mask or ())[at : at + length]
     )
 
@@ -318,7 +329,7 @@ def test_all_sequences_of_a_completion_share_its_tokens_and_turns() -> None:
     ]
     assert sum(sizes) <= 20 and len(completion.sequences(())) == 3
     assert Cost().of(group_of(completion)) == sum(
-        one.stop - one.start for one in completion.sequences(())
+        sequence.stop - sequence.start for sequence in completion.sequences(())
     )
     completion, _, agent, _ = play([first, other, other, AgentExit(0)], ["a", "b"], max_turns=2)
     assert agent.statuses == [200, 200, 400] and completion.finish_reason == "turns"
@@ -444,10 +455,10 @@ def test_a_template_that_shows_no_tools_fails_the_agent_and_not_the_run() -> Non
 
     with pytest.raises(ConfigError):
         dialogue("")
-    how = AgentWriter(dialogue, agent, TurnLimits(**LIMITS))  # type: ignore[arg-type]
+    agent_writer = AgentWriter(dialogue, agent, TurnLimits(**LIMITS))  # type: ignore[arg-type]
     start = GroupStart(Draw(5, PROMPT, (7, 8)), PROMPT)
     completion = asyncio.run(
-        how.write(start, 1, Writer(tokenizer, [ids_of(tokenizer, "a")]), seed=0)
+        agent_writer.write(start, 1, Writer(tokenizer, [ids_of(tokenizer, "a")]), seed=0)
     )
     assert (
         completion.finish_reason == "failed"
@@ -457,8 +468,8 @@ def test_a_template_that_shows_no_tools_fails_the_agent_and_not_the_run() -> Non
 
 def test_text_in_parts_is_text() -> None:
     parts = [{"type": "text", "text": "12 "}, {"type": "text", "text": "+ 30?"}]
-    asked = read_request({"messages": [{"role": "user", "content": parts}]})
-    assert asked.messages == USER and asked.tools == "[]"
+    chat_request = read_request({"messages": [{"role": "user", "content": parts}]})
+    assert chat_request.messages == USER and chat_request.tools == "[]"
 
 
 class Engine(BaseEngine):
@@ -525,7 +536,7 @@ def trained_on(
     groups = controller.next_round(step=0, num_groups=1)
     controller.close()
     sequences = flatten(groups)
-    rewards = torch.tensor([[one.rewards[0] for one in sequences]])
+    rewards = torch.tensor([[sequence.rewards[0] for sequence in sequences]])
     return (
         sequences,
         ESTIMATORS["group"](rewards, torch.ones_like(rewards, dtype=torch.bool)),
@@ -578,7 +589,7 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
             tokenizer.apply_chat_template(prompt.content, tokenize=True, return_dict=False)
         )
 
-    found = trained_on(
+    direct = trained_on(
         name,
         tokenizer,
         inside,
@@ -594,20 +605,22 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
     )
     through = trained_on(name, tokenizer, agents, bare)
 
-    def learned(one: FlatSequence) -> tuple[Any, ...]:
+    def learned(sequence: FlatSequence) -> tuple[Any, ...]:
         return (
-            one.prompt_ids,
-            one.completion_ids,
-            one.mask,
-            one.logprobs,
-            one.rewards,
+            sequence.prompt_ids,
+            sequence.completion_ids,
+            sequence.mask,
+            sequence.logprobs,
+            sequence.rewards,
         )
 
-    assert [learned(one) for one in through[0]] == [learned(one) for one in found[0]]
-    assert torch.equal(through[1], found[1]) and found[1].abs().max() > 0.5
-    assert any(0 in (one.mask or ()) for one in found[0])
+    assert [learned(sequence) for sequence in through[0]] == [
+        learned(sequence) for sequence in direct[0]
+    ]
+    assert torch.equal(through[1], direct[1]) and direct[1].abs().max() > 0.5
+    assert any(0 in (sequence.mask or ()) for sequence in direct[0])
     ends = [
-        [(one.finish_reason, one.transcript) for one in group.completions]
-        for group in (*found[2], *through[2])
+        [(completion.finish_reason, completion.transcript) for completion in group.completions]
+        for group in (*direct[2], *through[2])
     ]
     assert ends[0] == ends[1]

@@ -146,9 +146,9 @@ def test_a_command_that_starts_no_server_is_refused_in_one_line(
 
 def test_a_server_of_the_official_library_is_described_once_before_a_run(place: Path) -> None:
     pytest.importorskip("mcp", reason="the package mcp is not installed")
-    found = describe_tools(config_of("mcp:python notes.py"))[None]
-    assert names_of(found) == ["add_note", "fail", "look", "end"]
-    function = found.tools[0]["function"]
+    tool_set = describe_tools(config_of("mcp:python notes.py"))[None]
+    assert names_of(tool_set) == ["add_note", "fail", "look", "end"]
+    function = tool_set.tools[0]["function"]
     assert function["description"] == "Keep a note." and list(
         function["parameters"]["properties"]
     ) == ["text", "times"]

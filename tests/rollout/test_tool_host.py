@@ -184,7 +184,7 @@ def test_a_reward_that_is_text_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "env", "problem"),
+    ("declared", "env", "problem"),
     [
         (["tools.py:add", "tools.py:add"], None, "two tools are named 'add'"),
         (["tools.py:subtract"], None, "has no 'subtract' to call; it has add, later"),
@@ -196,10 +196,10 @@ def test_a_reward_that_is_text_is_refused() -> None:
     ],
 )
 def test_what_is_no_tool_or_environment_is_refused_in_one_line(
-    given: list[str], env: str | None, problem: str
+    declared: list[str], env: str | None, problem: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        ToolHost(given, env)
+        ToolHost(declared, env)
     assert problem in str(refused.value) and "\n" not in str(refused.value)
 
 

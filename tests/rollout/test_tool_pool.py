@@ -179,22 +179,22 @@ def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., 
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-def episode(pool: ToolPool, *, index: int = 0, **columns: Any) -> Episode:
+def open_episode(pool: ToolPool, *, index: int = 0, **columns: Any) -> Episode:
     prompt = Prompt(0, [{"role": "user", "content": "go"}], columns)
     return Episode(pool, prompt, position=4, index=index)
 
 
 def test_whatever_a_tool_does_is_an_answer(run: Callable[..., Any]) -> None:
     async def work(pool: ToolPool) -> list[Answer]:
-        async with episode(pool) as one:
-            assert await one.begin() is None
+        async with open_episode(pool) as episode:
+            assert await episode.begin() is None
             names = ("add", "hang", "end", "leave", "nothing")
             answers = [
-                await one.call(name, {"x": 1, "y": 2} if name == "add" else {})
+                await episode.call(name, {"x": 1, "y": 2} if name == "add" else {})
                 for name in names
             ]
-            answers.append(await one.call("add", {"x": 1}))
-            answers.append(await one.call("add", {"x": 20, "y": 3}))
+            answers.append(await episode.call("add", {"x": 1}))
+            answers.append(await episode.call("add", {"x": 20, "y": 3}))
         assert [host.restarts for host in pool.workers] == [2]
         return answers
 
@@ -210,12 +210,12 @@ def test_whatever_a_tool_does_is_an_answer(run: Callable[..., Any]) -> None:
 
 def test_the_same_row_and_completion_meet_the_same_world(run: Callable[..., Any]) -> None:
     async def play(pool: ToolPool, index: int, *moves: int) -> list[Any]:
-        async with episode(pool, index=index, start=50) as one:
-            said = await one.begin()
+        async with open_episode(pool, index=index, start=50) as episode:
+            said = await episode.begin()
             return [
                 said,
-                *[(await one.call("step_on", {"by": by})).text for by in moves],
-                await one.reward(),
+                *[(await episode.call("step_on", {"by": by})).text for by in moves],
+                await episode.reward(),
             ]
 
     async def work(pool: ToolPool) -> list[list[Any]]:
@@ -233,12 +233,12 @@ def test_an_environment_that_hangs_or_dies_costs_its_completion_alone(
     run: Callable[..., Any], by: int
 ) -> None:
     async def play(pool: ToolPool, *moves: int) -> list[Any]:
-        async with episode(pool, start=50) as one:
-            await one.begin()
+        async with open_episode(pool, start=50) as episode:
+            await episode.begin()
             return [
-                *[await one.call("step_on", {"by": move}) for move in moves],
-                await one.turn_reward(),
-                await one.reward(),
+                *[await episode.call("step_on", {"by": move}) for move in moves],
+                await episode.turn_reward(),
+                await episode.reward(),
             ]
 
     async def work(pool: ToolPool) -> list[list[Any]]:
@@ -256,8 +256,8 @@ def test_a_process_that_is_lost_between_two_completions_costs_neither(
     run: Callable[..., Any], number: int
 ) -> None:
     async def play(pool: ToolPool) -> tuple[str | None, Score]:
-        async with episode(pool, start=50) as one:
-            return await one.begin(), await one.reward()
+        async with open_episode(pool, start=50) as episode:
+            return await episode.begin(), await episode.reward()
 
     async def work(pool: ToolPool) -> list[Any]:
         before = await play(pool)
@@ -278,19 +278,19 @@ def test_a_reward_function_sees_the_environment_as_it_was_at_its_end(
     """TRL's `environments`: there the instances, here their public attributes, each completion's own."""
 
     async def played(pool: ToolPool) -> list[str | None]:
-        found = []
+        states = []
         for by in (1, 2):
-            async with episode(pool, start=50) as one:
-                await one.begin()
-                await one.call("step_on", {"by": by})
-                found.append(await one.attributes())
-        async with episode(pool, start=50) as lost:
+            async with open_episode(pool, start=50) as episode:
+                await episode.begin()
+                await episode.call("step_on", {"by": by})
+                states.append(await episode.attributes())
+        async with open_episode(pool, start=50) as lost:
             await lost.begin()
             lost.lose("gone")
-            return [*found, await lost.attributes()]
+            return [*states, await lost.attributes()]
 
     def reward(environments: Any, **kwargs: Any) -> list[float | None]:
-        return [getattr(one, "at", None) for one in environments]
+        return [getattr(environment, "at", None) for environment in environments]
 
     worlds = run(played, env="tools.py:Walk")
     request = {"source": 0, "step": 1, "count": 3, "inputs": {"environments": worlds}}
@@ -303,12 +303,12 @@ def test_a_reward_function_sees_the_environment_as_it_was_at_its_end(
 
 def test_a_completion_has_a_limit_for_all_its_calls(run: Callable[..., Any]) -> None:
     async def work(pool: ToolPool) -> None:
-        async with episode(pool) as one:
+        async with open_episode(pool) as episode:
             began = time.monotonic()
-            assert (await one.call("hang", {})).failed
+            assert (await episode.call("hang", {})).failed
             with pytest.raises(OutOfTime):
                 for _ in range(20):
-                    await one.call("hang", {})
+                    await episode.call("hang", {})
             assert time.monotonic() - began < 30
 
     run(work, tools=["tools.py:hang"], turns={"call_s": 0.5, "completion_s": 1.5})
@@ -318,8 +318,12 @@ def test_an_environment_that_cannot_begin_masks_its_completion_alone(
     run: Callable[..., Any],
 ) -> None:
     async def work(pool: ToolPool) -> tuple[Any, Answer, Score]:
-        async with episode(pool) as one:  # the row has no `start`
-            return await one.begin(), await one.call("step_on", {"by": 1}), await one.reward()
+        async with open_episode(pool) as episode:  # the row has no `start`
+            return (
+                await episode.begin(),
+                await episode.call("step_on", {"by": 1}),
+                await episode.reward(),
+            )
 
     said, answer, reward = run(work, env="tools.py:Walk")
     assert said is None and answer.failed and "the environment is gone" in answer.text
@@ -334,11 +338,11 @@ def test_the_interpreter_keeps_variables_for_one_completion_and_sees_no_file(
     async def work(pool: ToolPool) -> list[str]:
         said = []
         reads = f"import os; os.listdir({str(place)!r})"
-        async with episode(pool) as one:
+        async with open_episode(pool) as episode:
             for code in ("x = 41", "x + 1", reads, "while True: pass", "y = 1; y"):
-                said.append((await one.call("python", {"code": code})).text)
-        async with episode(pool) as one:
-            said.append((await one.call("python", {"code": "x"})).text)
+                said.append((await episode.call("python", {"code": code})).text)
+        async with open_episode(pool) as episode:
+            said.append((await episode.call("python", {"code": "x"})).text)
         assert pool.workers == []
         return said
 
@@ -366,8 +370,8 @@ def test_another_python_runs_them_with_its_own_packages_alone(
     (tmp_path / "other.py").write_text(OTHER)
 
     async def work(pool: ToolPool) -> list[Any]:
-        async with episode(pool) as one:
-            return [await one.begin(), await one.step("look"), await one.reward()]
+        async with open_episode(pool) as episode:
+            return [await episode.begin(), await episode.step("look"), await episode.reward()]
 
     python = str(tmp_path / ".other" / "bin" / "python")
     said, seen, paid = run(
@@ -423,13 +427,13 @@ def test_another_python_is_executed_where_it_is_confined_alone(
 
 def test_a_turn_is_paid_once(run: Callable[..., Any]) -> None:
     async def work(pool: ToolPool) -> list[Any]:
-        async with episode(pool, start=5) as one:
-            await one.begin()
-            paid = [await one.turn_reward()]
+        async with open_episode(pool, start=5) as episode:
+            await episode.begin()
+            paid = [await episode.turn_reward()]
             for turn in ((1, 2), (3,), ()):
                 for by in turn:
-                    await one.call("step_on", {"by": by})
-                paid.append(await one.turn_reward())
+                    await episode.call("step_on", {"by": by})
+                paid.append(await episode.turn_reward())
             return paid
 
     assert run(work, env="tools.py:Walk") == [None, 3.0, 3.0, None]
@@ -437,8 +441,8 @@ def test_a_turn_is_paid_once(run: Callable[..., Any]) -> None:
 
 def test_a_tool_finds_no_secret_and_nothing_of_the_run(run: Callable[..., Any]) -> None:
     async def work(pool: ToolPool) -> str:
-        async with episode(pool) as one:
-            return (await one.call("secrets", {})).text
+        async with open_episode(pool) as episode:
+            return (await episode.call("secrets", {})).text
 
     said = run(work, tools=["tools.py:secrets"])
     assert "tools.py" in said and "hf_secret" not in said and "run.json" not in said
@@ -448,11 +452,11 @@ def test_a_run_s_tools_are_described_once_or_refused_in_one_line(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    (found,) = describe_tools(
+    (tool_set,) = describe_tools(
         config_of(place, tools=["tools.py:add", "python"], env="tools.py:Walk")
     ).values()
-    assert names_of(found) == ["add", "python", "step_on"]
-    assert found.pays and not found.takes_text
+    assert names_of(tool_set) == ["add", "python", "step_on"]
+    assert tool_set.pays and not tool_set.takes_text
     assert describe_tools(config_of(place)) == {}
     with pytest.raises(ConfigError, match="two tools are named 'add'"):
         describe_tools(config_of(place, tools=["tools.py:add", "tools.py:add"]))
@@ -474,22 +478,24 @@ def test_each_row_meets_the_environment_that_it_names_as_in_trl(
         update={"dataset": "rows.jsonl"}
     )
     described = describe_tools(config)
-    assert {name: names_of(one) for name, one in described.items()} == {
+    assert {name: names_of(tool_set) for name, tool_set in described.items()} == {
         "ask": ["look_up"],
         "Spell": ["letters", "look_up"],
     }
-    assert [one.pays for one in described.values()] == [False, True]
+    assert [tool_set.pays for tool_set in described.values()] == [False, True]
     talks = {
-        name: dialogue_of("qwen3", one) for name, one in described.items() if name is not None
+        name: dialogue_of("qwen3", tool_set)
+        for name, tool_set in described.items()
+        if name is not None
     }
     limits = TurnLimits(2, 64, turn_tokens=64, max_prompt_tokens=9999)
 
     async def ours(pool: ToolPool) -> list[Any]:
-        how = MultiTurnWriter(
+        writer = MultiTurnWriter(
             lambda prompt: talks[prompt.columns["environment"]][1], pool, limits, pays=True
         )
         starts = [
-            await how.start(Draw(at, prompt, ()))
+            await writer.start(Draw(at, prompt, ()))
             for at, prompt in enumerate(load_prompts(config).prompts)
         ]
         assert len(pool.workers) == 1, "a process whose environment nobody waits for makes room"
@@ -501,17 +507,17 @@ def test_each_row_meets_the_environment_that_it_names_as_in_trl(
             ).text == "3" and await last.reward() == Score(0.5)
         prompts = [start.draw.prompt for start in starts]
         return [
-            list(talks[one.columns["environment"]][1].prompt_ids(one.content))
-            for one in prompts
+            list(talks[prompt.columns["environment"]][1].prompt_ids(prompt.content))
+            for prompt in prompts
         ]
 
-    found = run(ours, env=env, turns={"call_s": 30, "at_once": 1})
+    prompt_ids = run(ours, env=env, turns={"call_s": 30, "at_once": 1})
     namespace: dict[str, Any] = {"__file__": str(place / "tools.py")}
     exec((place / "tools.py").read_text(), namespace)
     classes = {"ask": namespace["Ask"], "Spell": namespace["Spell"]}
     tools = {
         "ask": [classes["ask"]().look_up],
-        "Spell": [(one := classes["Spell"]()).letters, one.look_up],
+        "Spell": [(spell := classes["Spell"]()).letters, spell.look_up],
     }
     heard: list[Any] = []
     theirs = SimpleNamespace(
@@ -522,4 +528,4 @@ def test_each_row_meets_the_environment_that_it_names_as_in_trl(
     )  # fmt: skip
     with pytest.raises(TypeError):  # it has what it was to read, and nothing was generated
         GRPOTrainer._generate_and_score_completions(theirs, rows)
-    assert found == heard[0]
+    assert prompt_ids == heard[0]

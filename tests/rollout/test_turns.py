@@ -105,7 +105,7 @@ def play(
 ) -> tuple[Completion, Writer, MultiTurnWriter]:
     monkeypatch.setattr(turns_module, "Episode", script)
     writer = Writer(tokenizer, turns)
-    how = MultiTurnWriter(
+    turn_writer = MultiTurnWriter(
         lambda _: dialogue,
         None,  # type: ignore[arg-type]
         TurnLimits(max_turns, max_tokens, turn_tokens=max_tokens, max_prompt_tokens=1000),
@@ -115,9 +115,11 @@ def play(
     prompt = Prompt(0, [{"role": "user", "content": "12 + 30?"}])
     draw = Draw(5, prompt, dialogue.prompt_ids(prompt.content))
     return (
-        asyncio.run(how.write(GroupStart(draw, prompt, script.said), 1, writer, seed=0)),
+        asyncio.run(
+            turn_writer.write(GroupStart(draw, prompt, script.said), 1, writer, seed=0)
+        ),
         writer,
-        how,
+        turn_writer,
     )
 
 
@@ -142,8 +144,8 @@ def test_no_token_is_written_as_text_and_read_again(
             )
             if name.startswith("qwen3") and chance.random() < 0.5:
                 opened, closed = (
-                    tokenizer.encode(one, add_special_tokens=False)
-                    for one in ("<think>\n", "\n</think>\n")
+                    tokenizer.encode(tag, add_special_tokens=False)
+                    for tag in ("<think>\n", "\n</think>\n")
                 )
                 before = [*opened, *before, *closed]
             line = "\n" if before else ""  # Llama's call is the whole turn
@@ -158,12 +160,12 @@ def test_no_token_is_written_as_text_and_read_again(
         assert (
             completion.finish_reason == "stop" and len(completion.turns) == 2 * len(wrote) - 1
         )
-        own = [
+        policy_ids = [
             token
             for token, by_policy in zip(completion.token_ids, completion.mask, strict=True)
             if by_policy
         ]
-        assert own == [token for turn in wrote for token in turn]
+        assert policy_ids == [token for turn in wrote for token in turn]
         assert completion.logprobs == tuple(
             -0.5 if by_policy else 0.0 for by_policy in completion.mask
         )
@@ -171,8 +173,8 @@ def test_no_token_is_written_as_text_and_read_again(
         for number, turn in enumerate(
             wrote
         ):  # each request is all that was there, to the token
-            asked = writer.asked[number][0]
-            assert asked == [*prompt_ids, *completion.token_ids[:at]]
+            request_ids = writer.asked[number][0]
+            assert request_ids == [*prompt_ids, *completion.token_ids[:at]]
             at += len(turn) + (
                 completion.turns[2 * number + 1].num_tokens if number + 1 < len(wrote) else 0
             )
@@ -265,10 +267,10 @@ def in_trls_loop(turns: Sequence[str], tools: dict[str, Any]) -> list[dict[str, 
     first = written.pop(0)
     said = [[parse_response(tokenizer, first, prefix=prompt_ids, tools=[ADD])]]
     prompts = [[{"role": "user", "content": "12 + 30?"}]]
-    found = GRPOTrainer._tool_call_loop(
+    outputs = GRPOTrainer._tool_call_loop(
         trainer, prompts, [prompt_ids], [first], said, None, None, {}
     )
-    messages: list[dict[str, Any]] = found[1][0]
+    messages: list[dict[str, Any]] = outputs[1][0]
     return messages
 
 
@@ -310,9 +312,11 @@ def test_each_turn_of_the_policy_has_what_it_was_paid(monkeypatch: pytest.Monkey
     tokenizer, dialogue = dialogue_of("smollm2")
     asks, script = ids_of(tokenizer, "add(1, 2)"), Script([Answer("3")] * 2)
     turns = [asks, asks, ids_of(tokenizer, "six")]
-    completion, _, how = play(tokenizer, dialogue, turns, script, monkeypatch, pays_turns=True)
+    completion, _, turn_writer = play(
+        tokenizer, dialogue, turns, script, monkeypatch, pays_turns=True
+    )
     assert [turn.reward for turn in completion.turns] == [0.25, None, 0.5, None, None]
-    assert how.meter.metrics(how.meter.take())["ycore/turns/reward"] == 0.375
+    assert turn_writer.meter.metrics(turn_writer.meter.take())["ycore/turns/reward"] == 0.375
     (first, second), size = completion.rewarded_turns, len(asks)
     assert first == (0, size, 0.25) and second[2] == 0.5
     assert completion.token_ids[second[0] : second[1]] == tuple(asks)
@@ -344,8 +348,10 @@ def test_every_end_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     asks, answers = ids_of(tokenizer, "add(1, 2)"), ids_of(tokenizer, "three")
 
     def end(turns: list[list[int]], script: Script, **limits: int) -> tuple[str, str, int]:
-        completion, _, how = play(tokenizer, dialogue, turns, script, monkeypatch, **limits)
-        metrics = how.meter.metrics(how.meter.take())
+        completion, _, turn_writer = play(
+            tokenizer, dialogue, turns, script, monkeypatch, **limits
+        )
+        metrics = turn_writer.meter.metrics(turn_writer.meter.take())
         assert sum(completion.mask) == sum(
             turn.num_tokens for turn in completion.turns if turn.by_policy
         )
@@ -435,7 +441,7 @@ def test_a_reset_that_says_another_thing_than_the_prompt_loses_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("add(1, 2)", [{"x": 1, "y": 2}]),
         (
@@ -458,11 +464,11 @@ def test_a_reset_that_says_another_thing_than_the_prompt_loses_the_environment(
         ("add((1, 2), {3: 4})", [{"x": [1, 2], "y": {"3": 4}}]),
     ],
 )
-def test_calls_are_read_from_lines_of_a_text(text: str, found: list[Any]) -> None:
+def test_calls_are_read_from_lines_of_a_text(text: str, expected: list[Any]) -> None:
     calls, rest = calls_in(text, ADDS.tools)
-    assert len(calls) == len(found)
-    assert all((one.problem is None) == (text != rest) for one in calls)
-    for call, wanted in zip(calls, found, strict=True):
+    assert len(calls) == len(expected)
+    assert all((parsed.problem is None) == (text != rest) for parsed in calls)
+    for call, wanted in zip(calls, expected, strict=True):
         if isinstance(wanted, dict):
             assert call.problem is None and call.arguments == wanted
         else:
@@ -487,14 +493,14 @@ def test_malformed_calls_are_answered_in_order(monkeypatch: pytest.MonkeyPatch) 
     tokenizer, dialogue = dialogue_of("smollm2")
     script = Script([Answer("3"), Answer("7")])
     turns = [ids_of(tokenizer, "add(1, 2)\nadd(1, \nadd(3, 4)"), ids_of(tokenizer, "done")]
-    completion, _, how = play(tokenizer, dialogue, turns, script, monkeypatch)
+    completion, _, turn_writer = play(tokenizer, dialogue, turns, script, monkeypatch)
     called, first, second, third, _ = completion.messages
     assert (first["content"], third["content"]) == ("3", "7") and "error" in second["content"]
     assert (
         called["content"] == "add(1," and len(called["tool_calls"]) == 2
     )  # what is no call stays text, as in TRL
     assert completion.turns[1].calls == 3 and completion.turns[1].failures == 1
-    metrics = how.meter.metrics(how.meter.take())
+    metrics = turn_writer.meter.metrics(turn_writer.meter.take())
     assert metrics["tools/call_frequency"] == 3 and metrics[
         "tools/failure_frequency"
     ] == pytest.approx(1 / 3)
@@ -601,7 +607,7 @@ def test_a_slot_is_free_while_tools_answer(monkeypatch: pytest.MonkeyPatch) -> N
         draws=DrawSource(
             [prompt],
             seed=None,
-            encode=lambda one: dialogue.prompt_ids(one.content),
+            encode=lambda drawn_prompt: dialogue.prompt_ids(drawn_prompt.content),
             max_prompt_tokens=900,
         ),
         rules=Rules(group_size=4, seed=0, reward_weights=(1.0,)),

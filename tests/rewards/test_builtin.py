@@ -273,12 +273,12 @@ def test_gym_never_lets_a_completion_run_code(task: str, tmp_path: Any) -> None:
 def test_every_gym_task_that_evaluates_text_is_known() -> None:
     factory = pytest.importorskip("reasoning_gym.factory")
     evaluates = re.compile(r"(?<![\w.])eval\(|parse_expr\(|sympify\(|\bexec\(")
-    found = {
+    evaluating = {
         name
         for name, (task, _) in factory.DATASETS.items()
         if evaluates.search(inspect.getsource(task))
     }
-    assert found == EVALUATED_LISTS | EVALUATED_FORMULAS | EVALUATES_ONLY_ITS_OWN_TEXT
+    assert evaluating == EVALUATED_LISTS | EVALUATED_FORMULAS | EVALUATES_ONLY_ITS_OWN_TEXT
 
 
 @pytest.mark.parametrize(

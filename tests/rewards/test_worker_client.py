@@ -182,8 +182,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     local.listen()
     (place / "port").write_text(str(server.getsockname()[1]))
     with server, local:
-        for one in (server, local):
-            _greet_forever(one)
+        for listener in (server, local):
+            _greet_forever(listener)
         yield place
 
 
@@ -193,20 +193,20 @@ def _greet_forever(server: socket.socket) -> None:
     def greet() -> None:
         try:
             while True:
-                one, _ = server.accept()
-                with one:
-                    one.sendall(b"hello")
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(b"hello")
         except OSError:
             return
 
     threading.Thread(target=greet, daemon=True).start()
 
 
-def outside(folder: Path, what: str) -> dict[str, Any]:
-    told = os.environ | {"HF_TOKEN": "x"}
-    command = [sys.executable, str(folder / "theirs.py"), what]
+def outside(folder: Path, function: str) -> dict[str, Any]:
+    environment = os.environ | {"HF_TOKEN": "x"}
+    command = [sys.executable, str(folder / "theirs.py"), function]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=told, cwd=folder
+        command, capture_output=True, text=True, timeout=240, env=environment, cwd=folder
     )
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
@@ -248,7 +248,7 @@ LEVELS = ["namespaces", "landlock"]
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_a_reward_must_not_do_it_cannot(folder: Path, level: str) -> None:
     control = outside(folder, "attempts")
-    assert all(found is True for found in control.values()), control
+    assert all(outcome is True for outcome in control.values()), control
     (folder / "written").unlink()
     ((score,),) = asked(pool_of(RewardConfig(reward="theirs.py:attempts"), level=level), ["a"])[
         0
@@ -268,7 +268,7 @@ def test_honest_rewards_work(folder: Path, level: str) -> None:
     if level == "landlock":  # which has no /dev/shm, where multiprocessing keeps its locks
         text = text.replace('    "multiprocessing": multiprocessing_pool,\n', "")
     (folder / "theirs.py").write_text(text)
-    assert all(found is True for found in outside(folder, "honest").values())
+    assert all(outcome is True for outcome in outside(folder, "honest").values())
     scores = asked(pool_of(RewardConfig(reward="theirs.py:honest"), level=level), ["a"])
     assert scores == [[[Score(1.0)]]], (folder / "runs/one/rewards.log").read_text()
 
@@ -298,12 +298,12 @@ def test_a_file_that_goes_away_while_it_is_being_hidden_refuses_no_reward(
     )
     binds, starts = namespaces._binds, list[int]()
 
-    def with_one_that_went(shown: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
+    def with_one_that_went(visible: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
         starts.append(len(starts))
         gone = (
             ["--ro-bind", os.devnull, str(folder / ".run.json.1")] if len(starts) == 1 else []
         )
-        return [*binds(shown, hidden), *gone]
+        return [*binds(visible, hidden), *gone]
 
     monkeypatch.setattr(namespaces, "_binds", with_one_that_went)
     sandbox = SandboxSettings(level="namespaces")
@@ -322,9 +322,9 @@ def test_a_reward_sees_the_network_or_more_files_where_the_recipe_says_so(folder
         "def more(completions, **columns):\n"
         f"    return [float(Path({str(elsewhere / 'secret')!r}).read_text() == 's')]\n"
     )
-    shown = RewardConfig(reward="more.py:more", sandbox=RewardSandbox(read=[str(elsewhere)]))
+    readable = RewardConfig(reward="more.py:more", sandbox=RewardSandbox(read=[str(elsewhere)]))
     hidden = RewardConfig(reward="more.py:more")
-    ((scores,),) = asked(pool_of(opened, closed, shown, hidden), ["a"])
+    ((scores,),) = asked(pool_of(opened, closed, readable, hidden), ["a"])
     assert [score.value for score in scores] == [1.0, None, 1.0, None]
 
 
@@ -366,15 +366,15 @@ def test_a_reward_that_writes_answers_of_its_own_masks_its_items_and_the_next_ca
     async def run() -> None:
         pool = pool_of(RewardConfig(reward="forgers.py:forger"), deadline_s=20.0)
         async with asyncio.timeout(400), pool:
-            for how in ("ids", "nan", "strings", "flood", "after"):
-                columns = {"how": [how, how]}
+            for forgery in ("ids", "nan", "strings", "flood", "after"):
+                columns = {"how": [forgery, forgery]}
                 scores = await pool.score(["?"] * 2, ["a", "b"], [[1]] * 2, columns, step=1)
-                expected = 1.0 if how == "after" else None
-                assert [score.value for (score,) in scores] == [expected] * 2, how
-                if how == "after":
+                expected = 1.0 if forgery == "after" else None
+                assert [score.value for (score,) in scores] == [expected] * 2, forgery
+                if forgery == "after":
                     await asyncio.sleep(1.0)  # what comes unasked must not answer the next call
                 scores = await pool.score(["?"], ["a"], [[1]], {"how": ["no"]}, step=1)
-                assert [score.value for (score,) in scores] == [1.0], how
+                assert [score.value for (score,) in scores] == [1.0], forgery
 
     asyncio.run(run())
 
@@ -439,9 +439,9 @@ def test_memory_disk_files_and_output_are_bounded(folder: Path, level: str) -> N
     async def run() -> None:
         pool = pool_of(RewardConfig(reward="hogs.py:hog"), level=level, memory_gib=0.5)
         async with asyncio.timeout(400), pool:
-            for how in ("memory", "shared", "disk", "files", "log"):
-                scores = await pool.score(["?"], ["a"], [[1]], {"how": [how]}, step=1)
-                assert (scores[0][0].value is None) == (how != "log"), how
+            for resource in ("memory", "shared", "disk", "files", "log"):
+                scores = await pool.score(["?"], ["a"], [[1]], {"how": [resource]}, step=1)
+                assert (scores[0][0].value is None) == (resource != "log"), resource
 
     asyncio.run(run())
     assert log.read_text().startswith("before\n") and log.stat().st_size < 20 * 2**20

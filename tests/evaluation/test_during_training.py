@@ -72,7 +72,9 @@ class Keeps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         weights = self.model_of().named_parameters()
         self.steps[state.global_step] = {
-            name: one.detach().clone() for name, one in weights if one.requires_grad
+            name: parameter.detach().clone()
+            for name, parameter in weights
+            if parameter.requires_grad
         }
 
 
@@ -92,12 +94,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[RunFol
 def test_evaluations_change_nothing_of_the_training(whole: tuple[RunFolder, RunFolder]) -> None:
     plain, folder = whole
     assert numbers(plain) == [row for row in numbers(folder) if row["loss"] is not None]
-    one, other = (load_file(run.model / "adapter_model.safetensors") for run in whole)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    plain_adapter, evaluated_adapter = (
+        load_file(run.model / "adapter_model.safetensors") for run in whole
+    )
+    assert all(
+        torch.equal(plain_adapter[name], evaluated_adapter[name]) for name in plain_adapter
+    )
     assert list(held_out(folder)) == [0, 2, 4, STEPS]
-    told = json.loads(folder.held_out.read_text())
-    assert told["held_out"]["before"]["reward"] == held_out(folder)[0]
-    assert told["held_out"]["after"]["reward"] == held_out(folder)[STEPS]
+    report = json.loads(folder.held_out.read_text())
+    assert report["held_out"]["before"]["reward"] == held_out(folder)[0]
+    assert report["held_out"]["after"]["reward"] == held_out(folder)[STEPS]
 
 
 @pytest.mark.verify
@@ -125,10 +131,10 @@ def test_the_best_model_is_kept_beside_the_last(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The measured values are the test's own: the second evaluation is the best."""
-    told = {0: 0.1, 2: 0.9, 4: 0.3, 6: 0.2}
+    rewards = {0: 0.1, 2: 0.9, 4: 0.3, 6: 0.2}
     monkeypatch.setattr(
         "ycore.evaluation.during_training.evaluate_policy",
-        lambda *_, step, config: {"reward": told[step]},
+        lambda *_, step, config: {"reward": rewards[step]},
     )
     folder = evaluated(tmp_path, model, keep_best="reward")
     run = RolloutRun(assemble(folder.root))
@@ -142,7 +148,10 @@ def test_the_best_model_is_kept_beside_the_last(
     saved = load_file(folder.best / "adapter_model.safetensors")
     after_two = list(keeps.steps[2].values())
     assert len(saved) == len(after_two)
-    assert all(any(torch.equal(one, other) for other in after_two) for one in saved.values())
+    assert all(
+        any(torch.equal(weight, parameter) for parameter in after_two)
+        for weight in saved.values()
+    )
     last = load_file(folder.model / "adapter_model.safetensors")
     assert not all(torch.equal(saved[name], last[name]) for name in saved)
 

@@ -60,19 +60,19 @@ GROUPS = [
 
 
 def test_figures_of_three_prompts() -> None:
-    found = evaluation_figures(count_groups(GROUPS, config()), config())
-    assert found["reward"] == found["rewards/exact_answer"] == pytest.approx(3 / 11)
-    assert found["pass@1"] == pytest.approx((2 / 4 + 1 / 4 + 0) / 3)
-    assert found["pass@2"] == pytest.approx(((1 - 1 / 6) + 1 / 2 + 0) / 3)
-    assert found["pass@4"] == pytest.approx(2 / 3) and found["majority@4"] == pytest.approx(
+    figures = evaluation_figures(count_groups(GROUPS, config()), config())
+    assert figures["reward"] == figures["rewards/exact_answer"] == pytest.approx(3 / 11)
+    assert figures["pass@1"] == pytest.approx((2 / 4 + 1 / 4 + 0) / 3)
+    assert figures["pass@2"] == pytest.approx(((1 - 1 / 6) + 1 / 2 + 0) / 3)
+    assert figures["pass@4"] == pytest.approx(2 / 3) and figures["majority@4"] == pytest.approx(
         1 / 3
     )
     assert (
-        found["masked"] == 1
-        and found["cut_off"] == pytest.approx(2 / 12)
-        and found["mean_length"] == 2
+        figures["masked"] == 1
+        and figures["cut_off"] == pytest.approx(2 / 12)
+        and figures["mean_length"] == 2
     )
-    assert found["pass@4/low"] == 0.0 and found["pass@4/high"] == 1.0
+    assert figures["pass@4/low"] == 0.0 and figures["pass@4/high"] == 1.0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -103,7 +103,9 @@ def test_each_dataset_of_several_has_figures_of_its_own(rank: int, tmp_path: Pat
     def run_round(writing: Any, **_: Any) -> list[Group]:
         writing.close()
         mine = GROUPS[rank::2]
-        measured.extend(draws.prompts[one.draw.position].dataset for one in mine)
+        measured.extend(
+            draws.prompts[measured_group.draw.position].dataset for measured_group in mine
+        )
         return mine
 
     controller: Any = SimpleNamespace(
@@ -117,14 +119,14 @@ def test_each_dataset_of_several_has_figures_of_its_own(rank: int, tmp_path: Pat
         scoring=SimpleNamespace(meters=[]),
         rules=SimpleNamespace(max_in_flight=1),
     )
-    found = evaluate_policy(controller, 3, step=0, config=settings)
+    figures = evaluate_policy(controller, 3, step=0, config=settings)
     assert measured == (["sums.jsonl", "talk.jsonl"] if rank == 0 else ["sums.jsonl"])
-    assert found["reward"] == pytest.approx(3 / 11)
-    assert found["sums.jsonl/reward"] == pytest.approx(3 / 8)
-    assert found["sums.jsonl/pass@1"] == pytest.approx((2 / 4 + 1 / 4) / 2)
-    assert found["talk.jsonl/reward"] == found["talk.jsonl/pass@4"] == 0
-    assert found["talk.jsonl/masked"] == 1 and found["sums.jsonl/masked"] == 0
-    assert found["sums.jsonl/pass@1/low"] == 0.25
+    assert figures["reward"] == pytest.approx(3 / 11)
+    assert figures["sums.jsonl/reward"] == pytest.approx(3 / 8)
+    assert figures["sums.jsonl/pass@1"] == pytest.approx((2 / 4 + 1 / 4) / 2)
+    assert figures["talk.jsonl/reward"] == figures["talk.jsonl/pass@4"] == 0
+    assert figures["talk.jsonl/masked"] == 1 and figures["sums.jsonl/masked"] == 0
+    assert figures["sums.jsonl/pass@1/low"] == 0.25
 
 
 def test_the_best_of_n_by_another_reward() -> None:
@@ -164,7 +166,7 @@ def test_right_by_right_reasons() -> None:
         (0.0, 0.0),
     ]
     completions = tuple(Completion((1, 2), None, "7", "stop", 0) for _ in scores)
-    one = Group(
+    judged_group = Group(
         Draw(0, Prompt(0, "p"), (1,)),
         completions,
         tuple((Score(a), Score(b)) for a, b in scores),
@@ -174,14 +176,19 @@ def test_right_by_right_reasons() -> None:
         {"reward": "judge:reasons", "constraint": True, "weight": 0.0},
     ]
     settings = config(rewards=rewards, num_samples=8)
-    found = evaluation_figures(count_groups([one], settings), settings)
-    assert (found["pass@1"], found["cot-pass@1"], found["pass@8"], found["cot-pass@8"]) == (
+    figures = evaluation_figures(count_groups([judged_group], settings), settings)
+    assert (
+        figures["pass@1"],
+        figures["cot-pass@1"],
+        figures["pass@8"],
+        figures["cot-pass@8"],
+    ) == (
         0.5,
         0.125,
         1.0,
         1.0,
     )
-    assert found["cot-pass@2"] == pytest.approx(1 - 21 / 28) and "cot-pass@4" in figure_names(
+    assert figures["cot-pass@2"] == pytest.approx(1 - 21 / 28) and "cot-pass@4" in figure_names(
         settings
     )
     assert not any("cot" in name for name in figure_names(config()))
@@ -190,20 +197,24 @@ def test_right_by_right_reasons() -> None:
 def test_how_often_a_reward_agrees_with_pairs() -> None:
     """Right, equal, wrong, masked, right: 2.5 of 4."""
     rewards = [[2.0, 1.0], [0.5, 0.5], [0.0, 0.1], [None, 1.0], [-1.0, -2.0]]
-    found = pair_figures(
+    figures = pair_figures(
         [group(n, ["a", "b"], pair) for n, pair in enumerate(rewards)], config(pairs=True)
     )
-    assert (found["accuracy"], found["equal"], found["masked"]) == (0.625, 0.25, 1.0)
-    assert 0 < found["accuracy/low"] < 0.625 < found["accuracy/high"] <= 1
-    assert "accuracy/exact_answer" not in found
+    assert (figures["accuracy"], figures["equal"], figures["masked"]) == (0.625, 0.25, 1.0)
+    assert 0 < figures["accuracy/low"] < 0.625 < figures["accuracy/high"] <= 1
+    assert "accuracy/exact_answer" not in figures
     two = [
         RewardConfig(reward="exact_answer", weight=-1),
         RewardConfig(reward="length", weight=0),
     ]
     scores = tuple((Score(value), Score(3.0 - value)) for value in (2.0, 1.0))
     both = replace(group(0, ["a", "b"], [0, 0]), scores_GR=scores)
-    found = pair_figures([both], config(pairs=True, rewards=two))
-    assert (found["accuracy"], found["accuracy/exact_answer"], found["accuracy/length"]) == (
+    figures = pair_figures([both], config(pairs=True, rewards=two))
+    assert (
+        figures["accuracy"],
+        figures["accuracy/exact_answer"],
+        figures["accuracy/length"],
+    ) == (
         0.0,
         1.0,
         0.0,
@@ -222,8 +233,8 @@ def test_several_who_score_are_compared_on_the_pairs_that_both_score() -> None:
         )
         for n, mine in enumerate(better)
     ]
-    found = pair_figures(groups, config(pairs=True, rewards=two))
-    assert (found["accuracy/exact_answer"], found["accuracy/length"]) == (0.75, 1.0)
+    figures = pair_figures(groups, config(pairs=True, rewards=two))
+    assert (figures["accuracy/exact_answer"], figures["accuracy/length"]) == (0.75, 1.0)
 
 
 def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
@@ -232,11 +243,11 @@ def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     rng, covered = np.random.default_rng(1), 0
     for _ in range(100):
         right = rng.random(60) < 0.4
-        groups = [group(n, ["7"], [float(one)]) for n, one in enumerate(right)]
-        found = evaluation_figures(
+        groups = [group(n, ["7"], [float(is_right)]) for n, is_right in enumerate(right)]
+        figures = evaluation_figures(
             count_groups(groups, config(num_samples=1)), config(num_samples=1)
         )
-        covered += found["pass@1/low"] <= 0.4 <= found["pass@1/high"]
+        covered += figures["pass@1/low"] <= 0.4 <= figures["pass@1/high"]
     assert 88 <= covered <= 100
 
 
@@ -253,10 +264,11 @@ def test_answers_that_are_equal_vote_together() -> None:
 
 
 def test_a_reward_that_compares_no_answers_has_no_majority() -> None:
-    found = evaluation_figures(
-        count_groups(GROUPS, own := config(rewards=[RewardConfig(reward="length")])), own
+    figures = evaluation_figures(
+        count_groups(GROUPS, settings := config(rewards=[RewardConfig(reward="length")])),
+        settings,
     )
-    assert not any(name.startswith("majority") for name in found)
+    assert not any(name.startswith("majority") for name in figures)
 
 
 def rows(*values: float, every: int = 2) -> list[dict[str, Any]]:
@@ -269,8 +281,8 @@ def rows(*values: float, every: int = 2) -> list[dict[str, Any]]:
 def test_no_gain_ends_a_run_after_so_many_evaluations() -> None:
     run = config(eval_dataset="t", stop_when=["no-gain:2"])
     assert why_stop(rows(0.1, 0.5, 0.4), run) is None
-    told = why_stop(rows(0.1, 0.5, 0.4, 0.5), run)
-    assert told == "no gain in 2 evaluations over reward 0.5 of step 2"
+    reason = why_stop(rows(0.1, 0.5, 0.4, 0.5), run)
+    assert reason == "no gain in 2 evaluations over reward 0.5 of step 2"
     assert best_of(rows(0.1, 0.5, 0.4, 0.5), "ycore/eval/reward") == {
         "step": 2,
         "ycore/eval/reward": 0.5,
@@ -279,24 +291,28 @@ def test_no_gain_ends_a_run_after_so_many_evaluations() -> None:
 
 def test_nothing_to_learn_ends_a_run_after_so_many_steps() -> None:
     run, steps = config(stop_when=["nothing-to-learn:3"]), [0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
-    told = [{"step": n, "ycore/skipped": value} for n, value in enumerate(steps)]
+    metrics = [{"step": n, "ycore/skipped": value} for n, value in enumerate(steps)]
     assert (
-        why_stop(told, run) is None
-        and why_stop([*told, {"step": 6, "ycore/eval/reward": 1.0}], run) is None
+        why_stop(metrics, run) is None
+        and why_stop([*metrics, {"step": 6, "ycore/eval/reward": 1.0}], run) is None
     )
-    assert "3 steps in a row" in str(why_stop([*told, {"step": 6, "ycore/skipped": 1.0}], run))
+    assert "3 steps in a row" in str(
+        why_stop([*metrics, {"step": 6, "ycore/skipped": 1.0}], run)
+    )
 
 
 def test_seconds_end_a_run_before_the_step_that_would_pass_them() -> None:
     run = config(stop_when=["seconds:30"])
-    told = [
+    metrics = [
         {"step": n, "ycore/time/step": value} for n, value in enumerate([6.0, 10.0, 8.0], 1)
     ]
     assert (
         why_stop([], run) is None
-        and why_stop([*told[:2], {"step": 2, "ycore/eval/reward": 1.0}], run) is None
+        and why_stop([*metrics[:2], {"step": 2, "ycore/eval/reward": 1.0}], run) is None
     )
-    assert why_stop(told, run) == "3 steps took 24 s of 30, and one more is likely to pass them"
+    assert (
+        why_stop(metrics, run) == "3 steps took 24 s of 30, and one more is likely to pass them"
+    )
 
 
 def test_an_evaluation_is_due_before_the_first_step_and_after_the_last() -> None:
@@ -311,17 +327,17 @@ def tuning(method: str = "sft", **settings: Any) -> TuneConfig:
 
 
 def test_a_loss_is_best_where_it_is_lowest() -> None:
-    told = [
+    metrics = [
         {"step": n, "ycore/eval/loss": loss, "ycore/eval/accuracy": 0.5}
         for n, loss in enumerate([2.0, 1.0, 1.5])
     ]
-    assert why_stop(told[:2], tuning(stop_when=["no-gain:1"])) is None
-    found = why_stop(told, tuning(stop_when=["no-gain:1"]))
-    assert found == "no gain in 1 evaluations over loss 1 of step 1"
-    ends = evaluation_summary(told, tuning("reward", keep_best="loss"))
+    assert why_stop(metrics[:2], tuning(stop_when=["no-gain:1"])) is None
+    reason = why_stop(metrics, tuning(stop_when=["no-gain:1"]))
+    assert reason == "no gain in 1 evaluations over loss 1 of step 1"
+    ends = evaluation_summary(metrics, tuning("reward", keep_best="loss"))
     assert (ends["held_out"]["after"]["loss"], ends["best"]["step"]) == (1.5, 1)
     by_accuracy = tuning("reward", keep_best="accuracy", stop_when=["no-gain:2"])
-    assert "over accuracy 0.5 of step 0" in str(why_stop(told, by_accuracy))
+    assert "over accuracy 0.5 of step 0" in str(why_stop(metrics, by_accuracy))
 
 
 @pytest.mark.parametrize(
@@ -358,11 +374,13 @@ def test_what_an_evaluation_of_examples_cannot_have_is_refused_by_name(
 
 
 def test_the_report_has_both_ends_and_the_best() -> None:
-    told = evaluation_summary(rows(0.1, 0.5, 0.4), config(eval_dataset="t", keep_best="reward"))
+    summary = evaluation_summary(
+        rows(0.1, 0.5, 0.4), config(eval_dataset="t", keep_best="reward")
+    )
     assert (
-        told["held_out"]["before"]["reward"],
-        told["held_out"]["after"]["step"],
-        told["best"]["step"],
+        summary["held_out"]["before"]["reward"],
+        summary["held_out"]["after"]["step"],
+        summary["best"]["step"],
     ) == (
         0.1,
         4,

@@ -63,8 +63,8 @@ def run_folder(
         }
     )
     write_json_atomic(folder.config, {"config": config.model_dump(mode="json")})
-    told = {"kind": "transformers", "engines": [], "model": str(model), "max_model_len": 64}
-    write_json_atomic(folder.root / "engines.json", told)
+    engines = {"kind": "transformers", "engines": [], "model": str(model), "max_model_len": 64}
+    write_json_atomic(folder.root / "engines.json", engines)
     return folder
 
 
@@ -82,8 +82,8 @@ def preflight(folder: RunFolder) -> tuple[PreflightMeasurements, list[dict[str, 
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads((folder.root / "preflight.json").read_text())
-    return TypeAdapter(PreflightMeasurements).validate_python(told["preflight"]), told[
+    report = json.loads((folder.root / "preflight.json").read_text())
+    return TypeAdapter(PreflightMeasurements).validate_python(report["preflight"]), report[
         "samples"
     ]
 
@@ -91,20 +91,20 @@ def preflight(folder: RunFolder) -> tuple[PreflightMeasurements, list[dict[str, 
 def test_truncation_equal_rewards_and_a_long_prompt_are_measured(
     tmp_path: Path, model: Path
 ) -> None:
-    measured, shown = preflight(run_folder(tmp_path, model, reward="nothing", longest=60))
+    measured, samples = preflight(run_folder(tmp_path, model, reward="nothing", longest=60))
     assert (measured.num_prompts, measured.group_size) == (16, 4)
     assert measured.truncated > 0.9 and measured.equal == 1.0
-    assert measured.rewards == (0.0,) * 64 and len(shown) == 4
+    assert measured.rewards == (0.0,) * 64 and len(samples) == 4
     assert measured.prompts is not None
     assert (measured.prompts.rows, measured.prompts.too_long, measured.prompts.longest_row) == (
         20,
         1,
         7,
     )
-    found = [finding.what for finding in preflight_verdict(measured).findings]
-    assert "1 of 20 prompts are longer than the 62 tokens" in found[0]
-    assert any("cut off at 2 tokens" in what for what in found)
-    assert any("every reward is 0" in what for what in found)
+    findings = [finding.what for finding in preflight_verdict(measured).findings]
+    assert "1 of 20 prompts are longer than the 62 tokens" in findings[0]
+    assert any("cut off at 2 tokens" in finding for finding in findings)
+    assert any("every reward is 0" in finding for finding in findings)
 
 
 def group(*completions: tuple[float | None, str]) -> Group:

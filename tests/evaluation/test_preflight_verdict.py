@@ -83,15 +83,15 @@ STOPS = [
 
 
 @pytest.mark.parametrize(
-    ("change", "what", "mend"), [row[1:] for row in STOPS], ids=[row[0] for row in STOPS]
+    ("change", "problem", "mend"), [row[1:] for row in STOPS], ids=[row[0] for row in STOPS]
 )
 def test_what_stops_a_run_is_named_with_its_mend(
-    change: dict[str, object], what: str, mend: str
+    change: dict[str, object], problem: str, mend: str
 ) -> None:
     judged = preflight_verdict(replace(GOOD, **change))  # type: ignore[arg-type]
     assert not judged.learns
     assert judged.in_words.startswith("this run will not learn: ")
-    assert what in judged.in_words and mend in judged.in_words
+    assert problem in judged.in_words and mend in judged.in_words
     assert judged.findings[0].level == "stops"
 
 
@@ -104,13 +104,13 @@ WARNS = [
 ]
 
 
-@pytest.mark.parametrize(("change", "what"), WARNS, ids=[what for _, what in WARNS])
+@pytest.mark.parametrize(("change", "problem"), WARNS, ids=[problem for _, problem in WARNS])
 def test_what_slows_a_run_is_reported_and_does_not_stop_it(
-    change: dict[str, object], what: str
+    change: dict[str, object], problem: str
 ) -> None:
     judged = preflight_verdict(replace(GOOD, **change))  # type: ignore[arg-type]
     assert judged.learns and [finding.level for finding in judged.findings] == ["warns"]
-    assert what in judged.in_words
+    assert problem in judged.in_words
 
 
 def test_what_stops_comes_before_what_slows() -> None:

@@ -51,10 +51,10 @@ def test_differences_are_paired(tmp_path: Path) -> None:
     other = read_evaluation(
         folder_of(tmp_path, "b", [[[n % 2 * 1.0 + 0.1]] for n in range(40)]), [1.0]
     )
-    found = difference(first, other)
-    assert found["num_prompts"] == 40
-    assert found["reward"] == pytest.approx(0.1) == found["reward/low"] == found["reward/high"]
-    assert (found["pass@1"], found["pass@1/low"], found["pass@1/high"]) == (0.0, 0.0, 0.0)
+    gap = difference(first, other)
+    assert gap["num_prompts"] == 40
+    assert gap["reward"] == pytest.approx(0.1) == gap["reward/low"] == gap["reward/high"]
+    assert (gap["pass@1"], gap["pass@1/low"], gap["pass@1/high"]) == (0.0, 0.0, 0.0)
     back = difference(other, first)
     assert back["reward"] == pytest.approx(-0.1)
 
@@ -64,8 +64,8 @@ def test_a_prompt_that_one_could_not_be_scored_on_is_in_no_difference_of_rewards
 ) -> None:
     first = read_evaluation(folder_of(tmp_path, "a", [[[0.0]], [[None]]]), [1.0])
     other = read_evaluation(folder_of(tmp_path, "b", [[[1.0]], [[1.0]]]), [1.0])
-    found = difference(first, other)
-    assert (found["reward"], found["pass@1"]) == (1.0, 1.0)
+    gap = difference(first, other)
+    assert (gap["reward"], gap["pass@1"]) == (1.0, 1.0)
     none = difference({1: first[1]}, other)
     assert "reward" not in none and none["num_prompts"] == 1
 

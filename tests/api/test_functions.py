@@ -107,16 +107,16 @@ def test_held_out_rows_that_are_also_trained_on_are_warned_of_where_they_were_gi
     tmp_path: Path, model: Path
 ) -> None:
     rows = [{"prompt": f"{number}?", "completion": "4", "answer": "4"} for number in range(3)]
-    told: dict[str, Any] = {"model": str(model), "dataset": rows, "eval_dataset": rows[:2]}
+    arguments: dict[str, Any] = {"model": str(model), "dataset": rows, "eval_dataset": rows[:2]}
     with pytest.warns(
         UserWarning, match="^2 of the 2 held-out prompts are also trained on"
     ) as caught:
-        ycore.sft(**told, output=str(tmp_path / "sft"))
-        ycore.grpo(**told, reward="exact_answer", **SMALL, output=str(tmp_path / "grpo"))
+        ycore.sft(**arguments, output=str(tmp_path / "sft"))
+        ycore.grpo(**arguments, reward="exact_answer", **SMALL, output=str(tmp_path / "grpo"))
     assert [warning.filename for warning in caught] == [__file__] * 2
     with warnings.catch_warnings(action="error"):
         ycore.sft(
-            **told | {"eval_dataset": [{"prompt": "4?", "completion": "4"}]},
+            **arguments | {"eval_dataset": [{"prompt": "4?", "completion": "4"}]},
             output=str(tmp_path / "other"),
         )
 

@@ -46,10 +46,10 @@ def test_the_same_loop_gives_the_same_steps_as_the_command(
     with Round(output=str(tmp_path / "own"), **settings) as run:
         rows = []
         while run.step < 2:
-            asked = run.score(run.ask())
-            assert len(asked) == run.num_prompts == 2
-            assert all(len(one.rewards) == len(one.completions) == 4 for one in asked)
-            rows.append(run.train(asked))
+            groups = run.score(run.ask())
+            assert len(groups) == run.num_prompts == 2
+            assert all(len(group.rewards) == len(group.completions) == 4 for group in groups)
+            rows.append(run.train(groups))
         saved = run.save()
     for mine, theirs in zip(rows, whole.metrics, strict=True):
         assert all(
@@ -68,17 +68,17 @@ def test_rewards_of_ones_own_and_an_end_before_the_last_step(
     with Round(
         model=model, dataset=ROWS, reward=letters, output=str(tmp_path / "run"), **SMALL
     ) as run:
-        asked = run.ask(3)
+        groups = run.ask(3)
         with pytest.raises(
             ConfigError, match="train takes 2 groups, as prompts_per_step says; it got 3"
         ):
-            run.train(asked)
-        chosen = asked[:2]
+            run.train(groups)
+        chosen = groups[:2]
         with pytest.raises(ConfigError, match="no reward at all"):
             run.train(chosen)
-        for one in chosen:
-            one.rewards = [float(index) for index, _ in enumerate(one.completions)]
-            assert one.can_teach
+        for group in chosen:
+            group.rewards = [float(index) for index, _ in enumerate(group.completions)]
+            assert group.can_teach
         row = run.train(chosen)
         assert (row["step"], row["reward"], row["grad_norm"] > 0) == (1, 1.5, True)
         assert run.step == 1

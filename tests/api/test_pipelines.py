@@ -279,15 +279,18 @@ def test_each_stage_gets_what_the_last_one_made(run: Any, tmp_path: Path) -> Non
     assert report_rows(report)[1] == ("pairs", "pairs: finished, accuracy 0.750")
 
 
-@pytest.mark.parametrize("given", [None, "family"])
+@pytest.mark.parametrize("outer_group", [None, "family"])
 def test_stages_are_one_group_of_trackers(
-    given: str | None, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outer_group: str | None, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(TRACKER_GROUP, raising=False)
-    if given is not None:
-        monkeypatch.setenv(TRACKER_GROUP, given)
+    if outer_group is not None:
+        monkeypatch.setenv(TRACKER_GROUP, outer_group)
     run(tmp_path / "out", commands := Scripted())
-    assert commands.groups == [given or "out"] * 3 and os.environ.get(TRACKER_GROUP) == given
+    assert (
+        commands.groups == [outer_group or "out"] * 3
+        and os.environ.get(TRACKER_GROUP) == outer_group
+    )
 
 
 @pytest.mark.parametrize("stopped", ["sft", "dpo"])
@@ -300,8 +303,8 @@ def test_an_interrupt_is_one_line_and_the_stage_goes_on_inside(
         Interrupted, match=f"stopped in {stopped}; the same command goes on with --resume"
     ):
         run(tmp_path / "out", commands)
-    told = json.loads((tmp_path / "out" / "pipeline.json").read_text())
-    assert told["status"] == "interrupted"
+    stored = json.loads((tmp_path / "out" / "pipeline.json").read_text())
+    assert stored["status"] == "interrupted"
     before = list(commands.ran)
     assert run(tmp_path / "out", commands, resume=True)["status"] == "finished"
     assert commands.ran[len(before)] == (stopped, True), (
@@ -351,9 +354,13 @@ def test_a_failure_names_its_stage_and_stops_there(run: Any, tmp_path: Path) -> 
     commands = Scripted(pairs=EngineError("rollout-0 ended"))
     with pytest.raises(EngineError, match="stage pairs: rollout-0 ended"):
         run(tmp_path / "out", commands)
-    told = json.loads((tmp_path / "out" / "pipeline.json").read_text())
-    assert (told["status"], told["error"]) == ("failed", "stage pairs: rollout-0 ended")
-    assert [stage["status"] for stage in told["stages"]] == ["finished", "interrupted", "to do"]
+    stored = json.loads((tmp_path / "out" / "pipeline.json").read_text())
+    assert (stored["status"], stored["error"]) == ("failed", "stage pairs: rollout-0 ended")
+    assert [stage["status"] for stage in stored["stages"]] == [
+        "finished",
+        "interrupted",
+        "to do",
+    ]
 
 
 def test_the_folder_is_this_pipelines_or_refused(run: Any, tmp_path: Path) -> None:
@@ -514,7 +521,9 @@ def test_the_chosen_is_always_the_better(rewards: list[float], compare: str) -> 
 
 def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     rows = [row(0, "é", 1.0), row(0, "b", 0.0)]
-    (tmp_path / "completions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (tmp_path / "completions.jsonl").write_text(
+        "".join(json.dumps(completion) + "\n" for completion in rows)
+    )
     assert write_pairs(tmp_path, weights=[1.0], compare="best-worst") == 1
     assert json.loads((tmp_path / "pairs.jsonl").read_text())["chosen"] == "é"
     with pytest.raises(RunError, match="so there is no pair; raise num_samples"):

@@ -174,14 +174,14 @@ def test_a_sweep_runs_each_combination_once_and_compares_their_means(tmp_path: P
     (tmp_path / "sweep.yaml").write_text(json.dumps(sweep))
     status, said = reproduce(tmp_path, "sweep.yaml --seeds 3 --json")
     assert status == 0, said
-    found = json.loads(said)["settings"]
-    assert json.loads((tmp_path / "again/sweep.json").read_text())["settings"] == found
-    by_setting = {row["setting"]: row for row in found}
+    rows = json.loads(said)["settings"]
+    assert json.loads((tmp_path / "again/sweep.json").read_text())["settings"] == rows
+    by_setting = {row["setting"]: row for row in rows}
     assert by_setting.keys() == {
         "trl.learning_rate=1e-06,lora.r=2",
         "trl.learning_rate=0.01,lora.r=2",
     }
-    assert found[0]["mean"] >= found[1]["mean"]
+    assert rows[0]["mean"] >= rows[1]["mean"]
     for place, row in by_setting.items():
         assert row["mean"] == pytest.approx(sum(row["finals"]) / 3) and row["half_95"] >= 0
         for seed in range(3):

@@ -96,16 +96,16 @@ def test_lines_and_warnings(tmp_path: Path) -> None:
 def test_other_keys_of_turns_that_the_template_leaves_out_are_told_in_one_line(
     tmp_path: Path,
 ) -> None:
-    asked = {"role": "user", "content": "a", "name": "Ann", "id": 7, "language": None}
+    question = {"role": "user", "content": "a", "name": "Ann", "id": 7, "language": None}
     answer = {"role": "assistant", "content": "b", "thought": "Add.", "prefix": True}
     called = {"role": "tool", "content": "Ann", "name": "Ann", "tool_call_id": "x"}
-    turns = [asked, {"role": "assistant", "content": "c"}, called, answer]
+    turns = [question, {"role": "assistant", "content": "c"}, called, answer]
     reading = read(tmp_path, "sft", {"messages": turns}, PLAIN)
     assert reading["lost"] == ["prefix of the assistant", "thought of the assistant"]
     (warning,) = reading_warnings(reading, has_tools=False)
     assert all(part in warning for part in reading["lost"])
     assert (
-        read(tmp_path, "sft", {"messages": [asked, answer]}, PLAIN)["lost"][0]
+        read(tmp_path, "sft", {"messages": [question, answer]}, PLAIN)["lost"][0]
         == "name of the user"
     )
 

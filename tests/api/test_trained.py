@@ -36,12 +36,12 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "sums"
     write_tiny_model(folder / "model")
     (folder / "model" / "training_args.bin").write_bytes(b"pickled")
-    told = {
+    run_json = {
         "config": CONFIG,
         "command": ["ycore", "grpo", "--recipe", "quickstart"],
         "versions": {"trl": "1.16.0"},
     }
-    (folder / "run.json").write_text(json.dumps(told))
+    (folder / "run.json").write_text(json.dumps(run_json))
     ends = {"before": {**FIGURES, "pass@1": 0.25}, "after": FIGURES}
     (folder / "summary.json").write_text(
         json.dumps({"held_out": ends, "reward_first": 0.2, "reward_last": 0.8})
@@ -112,8 +112,8 @@ def test_a_chat_has_the_template_arguments_of_its_run(run: Path) -> None:
     rendered = []
     render = chat._tokenizer.apply_chat_template
 
-    def recorded(turns: Any, **given: Any) -> Any:
-        inputs = render(turns, **given)
+    def recorded(turns: Any, **options: Any) -> Any:
+        inputs = render(turns, **options)
         rendered.append(chat._tokenizer.decode(inputs["input_ids"][0]))
         return inputs
 
@@ -182,16 +182,16 @@ def test_a_conversation_goes_on_from_the_turns_before_it(run: Path, tmp_path: Pa
 
 
 def test_what_is_shown_while_it_is_written_is_the_answer(run: Path) -> None:
-    shown: list[str] = []
+    pieces: list[str] = []
     chat = trained.Chat(run / "model", ChatSettings(60, 1.0, 0))
-    answer = chat.say("2 + 2", show=shown.append)
-    assert "".join(shown) == answer
-    assert len([words for words in shown if words]) > 1
+    answer = chat.say("2 + 2", show=pieces.append)
+    assert "".join(pieces) == answer
+    assert len([words for words in pieces if words]) > 1
 
 
 def test_a_card_says_what_it_is_and_how_it_was_made(run: Path) -> None:
-    told = trained.card(run, repo="me/sums", base="some/model", adapter=False, has_curve=True)
-    assert told.startswith("---\nbase_model: some/model\nlibrary_name: transformers\n")
+    card = trained.card(run, repo="me/sums", base="some/model", adapter=False, has_curve=True)
+    assert card.startswith("---\nbase_model: some/model\nlibrary_name: transformers\n")
     for part in (
         "# sums",
         "`exact_answer`",
@@ -199,9 +199,9 @@ def test_a_card_says_what_it_is_and_how_it_was_made(run: Path) -> None:
         "grpo --recipe quickstart",
         "trl 1.16.0",
     ):
-        assert part in told
-    assert "| pass@1 | 0.250 | 0.750 |" in told
-    assert "runs/sums" not in told and "engine" not in told, "what is only about the machine"
+        assert part in card
+    assert "| pass@1 | 0.250 | 0.750 |" in card
+    assert "runs/sums" not in card and "engine" not in card, "what is only about the machine"
 
 
 def test_a_card_holds_no_folder_of_the_machine(run: Path) -> None:
@@ -240,14 +240,14 @@ def test_a_card_tells_the_system_prompt_to_ask_with(run: Path) -> None:
     (run / "run.json").write_text(
         json.dumps({"config": {**CONFIG, "system_prompt": "Add, please."}})
     )
-    told = trained.card(run, repo="me/sums", base=None, adapter=False, has_curve=False)
-    assert "\nycore chat me/sums --system-prompt 'Add, please.'\n" in told
+    card = trained.card(run, repo="me/sums", base=None, adapter=False, has_curve=False)
+    assert "\nycore chat me/sums --system-prompt 'Add, please.'\n" in card
 
 
 def test_a_card_of_a_run_without_held_out_rows_has_its_reward(run: Path) -> None:
     (run / "summary.json").write_text(json.dumps({"reward_first": 0.2, "reward_last": 0.8}))
-    told = trained.card(run, repo="me/sums", base=None, adapter=False, has_curve=False)
-    assert "from 0.200 to 0.800" in told and "base_model" not in told
+    card = trained.card(run, repo="me/sums", base=None, adapter=False, has_curve=False)
+    assert "from 0.200 to 0.800" in card and "base_model" not in card
 
 
 def test_what_is_sent_has_no_pickle_and_the_card(run: Path) -> None:
@@ -302,10 +302,10 @@ def test_an_adapter_of_what_the_hub_does_not_have_is_sent_merged(
     ):
         pass
     with trained.staged(run, best=False, merged=True, repo="me/sums") as folder:
-        told = (folder / "README.md").read_text()
+        card = (folder / "README.md").read_text()
         assert (
-            told.startswith("---\nlibrary_name: transformers\n")
-            and "`base` trained with" in told
+            card.startswith("---\nlibrary_name: transformers\n")
+            and "`base` trained with" in card
         )
         assert (folder / "config.json").is_file() and not (
             folder / "adapter_config.json"
@@ -315,30 +315,30 @@ def test_an_adapter_of_what_the_hub_does_not_have_is_sent_merged(
 def test_a_push_makes_the_repository_and_sends_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     class Api:
-        def create_repo(self, repo: str, **how: Any) -> None:
-            asked.append((repo, how))
+        def create_repo(self, repo: str, **options: Any) -> None:
+            calls.append((repo, options))
 
-        def upload_folder(self, **how: Any) -> str:
-            asked.append(how["folder_path"])
+        def upload_folder(self, **options: Any) -> str:
+            calls.append(options["folder_path"])
             return "https://hub/me/sums"
 
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    trained.push(tmp_path, repo="me/sums", private=True, say=asked.append)
-    assert asked == [
+    trained.push(tmp_path, repo="me/sums", private=True, say=calls.append)
+    assert calls == [
         ("me/sums", {"private": True, "exist_ok": True}), tmp_path, "pushed to https://hub/me/sums"
     ]  # fmt: skip
 
-    def refused(self: Any, repo: str, **how: Any) -> None:
+    def refused(self: Any, repo: str, **options: Any) -> None:
         raise ValueError("401: not logged in\nmore")
 
     monkeypatch.setattr(Api, "create_repo", refused)
     with pytest.raises(
         RunError, match="could not push to me/sums: 401: not logged in; log in with"
     ):
-        trained.push(tmp_path, repo="me/sums", private=True, say=asked.append)
+        trained.push(tmp_path, repo="me/sums", private=True, say=calls.append)
 
 
 def test_a_server_listens_where_it_is_told_and_cannot_be_changed(run: Path) -> None:

@@ -420,5 +420,5 @@ def test_what_an_evaluation_cannot_be_is_one_line(
     more: str, said: str, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(command_words(more, place)) == 2
-    told = capfd.readouterr().err
-    assert said in told and told.count("\n") == 1
+    stderr = capfd.readouterr().err
+    assert said in stderr and stderr.count("\n") == 1

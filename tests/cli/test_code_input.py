@@ -31,7 +31,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def with_levels(monkeypatch: pytest.MonkeyPatch, *holding: Level) -> None:
     monkeypatch.setattr(
-        level, "level_refusal", lambda one: None if one in holding else "no bwrap is installed"
+        level,
+        "level_refusal",
+        lambda sandbox_level: None if sandbox_level in holding else "no bwrap is installed",
     )
 
 

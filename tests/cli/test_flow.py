@@ -19,11 +19,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("YCORE_CACHE", str(tmp_path / "cache"))
     save_tiny_model(tmp_path / "tiny")
     (tmp_path / "rewards.py").write_text(REWARD)
-    there = "base_url: http://localhost:9/v1\nmodel: eyes\n"
+    remote = "base_url: http://localhost:9/v1\nmodel: eyes\n"
     for name, keys in (
         ("here", ""),
-        ("pairs", f"{there}mode: pairwise\n"),
-        ("column", f"{there}{ASKS}"),
+        ("pairs", f"{remote}mode: pairwise\n"),
+        ("column", f"{remote}{ASKS}"),
     ):
         (tmp_path / f"{name}.yaml").write_text(
             f"{keys}rubric: Is it right?\nverdict: {{kind: score}}\n"

@@ -40,14 +40,14 @@ def test_a_judge_is_trained_and_the_plan_says_so(
     line = "grpo --model model --dataset pairs.jsonl --reward agrees:pairs.yaml --output out --dry-run --json "
     line += "--eval-dataset pairs.jsonl --engine transformers"
     assert run(line.split()) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["scorers"] == [
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["scorers"] == [
         "agrees:pairs: the policy is the judge, pairwise, verdict by json"
     ]
-    assert told["dataset"]["rows"] == 8
-    assert told["dataset"]["columns"] == ["chosen", "rejected"]
-    assert told["dataset"]["reading"]["in_words"] == "question from prompt"
-    assert told["evaluation"]["overlap"] == 8, "a pair has the same question wherever it is"
+    assert plan["dataset"]["rows"] == 8
+    assert plan["dataset"]["columns"] == ["chosen", "rejected"]
+    assert plan["dataset"]["reading"]["in_words"] == "question from prompt"
+    assert plan["evaluation"]["overlap"] == 8, "a pair has the same question wherever it is"
 
 
 _SHM = 250_000  # room for the tiny model's weights in bfloat16, and not in float32
@@ -64,13 +64,13 @@ def test_the_plan_shows_every_judge(
     )
     assert run(line.split()) == 0
     out = capsys.readouterr().out
-    told = json.loads(out)
-    assert told["scorers"] == [
+    plan = json.loads(out)
+    assert plan["scorers"] == [
         "judge good: the policy's base weights, pointwise, verdict by score",
         "judge far: big at http://judge.test/v1 (gets the variable YCORE_TEST_ABSENT_KEY), pointwise, verdict by json",
         "judge cheerful: the policy's base weights, pointwise, verdict by labels",
     ]
-    first = told["config"]["rewards"][0]
+    first = plan["config"]["rewards"][0]
     assert (first["reward"], first["args"]) == (
         "judge:good",
         {"rubric": "Is it right?", "verdict": {"kind": "score"}},
@@ -121,7 +121,7 @@ def test_a_dry_run_refuses_the_placements_that_a_launch_would(
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("--reward judge:god.yaml", "no such judge file: god.yaml; did you mean 'good.yaml'?"),
         ("--reward judge:typo.yaml", "no key rubrick; did you mean 'rubric'?"),
@@ -157,14 +157,14 @@ def test_a_bad_one_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     line: str,
-    told: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(place)
     monkeypatch.delenv("YCORE_TEST_ABSENT_KEY", raising=False)
     status = run((GRPO + line).split())
     out, err = capsys.readouterr()
     assert status == 2 and out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1 and told in err
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
 def test_agreement_needs_a_judge_of_pairs(

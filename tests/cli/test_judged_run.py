@@ -49,7 +49,7 @@ def test_three_kinds_of_rewards_in_one_run(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["status"] == "finished"
     out = tmp_path / "out"
     scorers = json.loads((out / "engines.json").read_text())["scorers"]
-    assert [(one["role"], one["sources"], one["engines"]) for one in scorers] == [
+    assert [(scorer["role"], scorer["sources"], scorer["engines"]) for scorer in scorers] == [
         ("judge", [0], ["judge-0"]),
         ("reward_model", [1], ["reward-model-0"]),
     ]
@@ -104,7 +104,7 @@ def test_a_run_whose_teacher_is_the_policy_learns_nothing(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"
     scorers = json.loads((out / "engines.json").read_text())["scorers"]
-    assert [(one["role"], one["sources"], one["engines"]) for one in scorers] == [
+    assert [(scorer["role"], scorer["sources"], scorer["engines"]) for scorer in scorers] == [
         ("teacher", [0], ["teacher-0"]),
         ("teacher", [1], ["teacher-1"]),
     ]

@@ -55,9 +55,9 @@ VISIBLE = {
 
 
 def group() -> typer.core.TyperGroup:
-    found = typer.main.get_command(app)
-    assert isinstance(found, typer.core.TyperGroup)
-    return found
+    command = typer.main.get_command(app)
+    assert isinstance(command, typer.core.TyperGroup)
+    return command
 
 
 def test_the_commands_are_these() -> None:

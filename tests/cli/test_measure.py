@@ -55,8 +55,8 @@ def test_a_dry_run_checks_and_starts_nothing(
 ) -> None:
     words = typed(place, "dry", f"--reward {place}/rewards.py:spread --dry-run")
     assert run(["preflight", *words]) == 0
-    told = capsys.readouterr().out
-    assert "dry-preflight" in told and "Nothing was started" in told
+    output = capsys.readouterr().out
+    assert "dry-preflight" in output and "Nothing was started" in output
     assert not list(place.glob("dry*"))
 
 
@@ -75,8 +75,12 @@ def test_a_run_does_not_learn_where_nothing_can_be_learned(
         f"--reward {place}/rewards.py:nothing --engine transformers --max-tokens 4",
     )
     assert run(["preflight", *words]) == 1
-    told = capsys.readouterr().out
-    assert "this run will not learn" in told and "every reward is 0" in told and "0.00" in told
+    output = capsys.readouterr().out
+    assert (
+        "this run will not learn" in output
+        and "every reward is 0" in output
+        and "0.00" in output
+    )
     assert (place / "run-preflight" / "preflight.json").is_file() and not (
         place / "run"
     ).exists()
@@ -163,11 +167,11 @@ def test_a_benchmark_out_of_reach_or_unknown_is_one_line(
         "--dry-run",
     ]
     assert run([*words, "--benchmark", "math500"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1
     assert (
         "no network; fetch test.jsonl of huggingface.co/datasets/HuggingFaceH4/MATH-500, and add --dataset"
-        in told
+        in stderr
     )
     assert run([*words, "--benchmark", "gsm8"]) == 2
     assert "did you mean 'gsm8k'?" in capsys.readouterr().err
@@ -258,20 +262,23 @@ def test_a_reward_is_measured_on_pairs_without_any_policy(
     ]
     (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (place / "long.py").write_text(
-        "def long(completions):\n    return [float(len(str(one))) for one in completions]\n"
+        "def long(completions):\n    return [float(len(str(text))) for text in completions]\n"
     )
     line = f"eval --model {place}/model --pairs --dataset {place}/pairs.jsonl --reward {place}/long.py:long --seed 1 "
     line += "--max-tokens 8 --engine transformers --set dtype=float32 --set reward_workers.workers=1"
     assert run([*line.split(), "--output", f"{place}/pairs"]) == 0
     assert "both answers of each row" in capsys.readouterr().out
-    found = json.loads((place / "pairs/eval.json").read_text())
-    assert (found["num_pairs"], found["accuracy"], found["equal"], found["masked"]) == (
+    figures = json.loads((place / "pairs/eval.json").read_text())
+    assert (figures["num_pairs"], figures["accuracy"], figures["equal"], figures["masked"]) == (
         12,
         9.5 / 12,
         1 / 12,
         0,
     )
-    assert found["accuracy/low"] < 9.5 / 12 < found["accuracy/high"] and "pass@1" not in found
+    assert (
+        figures["accuracy/low"] < 9.5 / 12 < figures["accuracy/high"]
+        and "pass@1" not in figures
+    )
     assert run([*line.split(), "--model", "other", "--dry-run"]) == 2
     assert "give one --model" in capsys.readouterr().err
 
@@ -285,9 +292,9 @@ def test_two_models_are_compared_on_the_same_prompts(
     words += f" --reward {place}/rewards.py:spread --engine transformers --max-tokens 8 --output {place}/side"
     words += " --set dtype=float32 --set reward_workers.workers=1"
     assert run(words.split()) == 0
-    told = capsys.readouterr().out
-    assert f"{place}/model" in told and f"{place}/other" in told
-    rows = [line.partition("  ")[0] for line in told.splitlines()]
+    output = capsys.readouterr().out
+    assert f"{place}/model" in output and f"{place}/other" in output
+    rows = [line.partition("  ")[0] for line in output.splitlines()]
     assert {
         "reward",
         "rewards/spread",
@@ -303,9 +310,9 @@ def test_two_models_are_compared_on_the_same_prompts(
     assert gap["reward"] == pytest.approx(other["reward"] - first["reward"])
 
 
-@pytest.mark.parametrize(("given", "group"), [(None, "both"), ("family", "family")])
+@pytest.mark.parametrize(("outer_group", "group"), [(None, "both"), ("family", "family")])
 def test_evaluations_of_several_models_are_one_group_of_trackers(
-    given: str | None, group: str, place: Path, monkeypatch: pytest.MonkeyPatch
+    outer_group: str | None, group: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups: list[str | None] = []
 
@@ -316,13 +323,15 @@ def test_evaluations_of_several_models_are_one_group_of_trackers(
     monkeypatch.setattr("ycore.launch.launcher.run_worker", noted)
     monkeypatch.setattr("ycore.api.evaluations.compare_evaluations", lambda *_: ({}, []))
     monkeypatch.delenv(TRACKER_GROUP, raising=False)
-    if given is not None:
-        monkeypatch.setenv(TRACKER_GROUP, given)
+    if outer_group is not None:
+        monkeypatch.setenv(TRACKER_GROUP, outer_group)
     (place / "other").symlink_to(place / "model") if not (place / "other").exists() else None
     words = f"eval --model {place}/model --dataset {place}/train.jsonl --reward exact_answer".split()
     assert run([*words, "--model", f"{place}/other", "--output", str(place / "both")]) == 0
     assert run([*words, "--output", str(place / "one")]) == 0
-    assert groups == [group, group, given] and os.environ.get(TRACKER_GROUP) == given
+    assert (
+        groups == [group, group, outer_group] and os.environ.get(TRACKER_GROUP) == outer_group
+    )
 
 
 def test_a_model_is_not_compared_with_itself(

@@ -150,7 +150,7 @@ def closing(
 
 
 @pytest.mark.parametrize(
-    ("completion", "shown"),
+    ("completion", "printed"),
     [
         ("[/INST] \x1b[31m", r"[/INST] \x1b[31m"),
         ("[bold]x[/bold] :smile:", "[bold]x[/bold] :smile:"),
@@ -161,7 +161,7 @@ def closing(
 )
 def test_a_completion_is_data(
     completion: str,
-    shown: str,
+    printed: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -169,7 +169,7 @@ def test_a_completion_is_data(
     monkeypatch.setenv("COLUMNS", "200")
     closing(tmp_path, completion)
     out = capsys.readouterr().out
-    assert out.count(shown) == 2, "before and after"
+    assert out.count(printed) == 2, "before and after"
     assert not {"\x1b", "\r", "\x07"} & set(out)
 
 

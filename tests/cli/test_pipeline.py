@@ -37,7 +37,7 @@ stages:
 def test_a_dry_run_shows_every_stages_plan(
     stages: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [
+    words = [
         "pipeline",
         str(stages),
         "--model",
@@ -47,14 +47,14 @@ def test_a_dry_run_shows_every_stages_plan(
         "--set",
         "pairs.num_samples=6",
     ]
-    assert run([*asked, "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    names = [line.split(" ")[1] for line in shown.splitlines() if line.startswith("stage ")]
+    assert run([*words, "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    names = [line.split(" ")[1] for line in output.splitlines() if line.startswith("stage ")]
     assert names == ["sft", "pairs", "dpo"]
-    assert "6 completions of each prompt" in shown
-    of_pairs = shown.split("stage pairs")[1].split("stage dpo")[0]
+    assert "6 completions of each prompt" in output
+    of_pairs = output.split("stage pairs")[1].split("stage dpo")[0]
     assert "checkpoints/" not in of_pairs and "tokens a step" not in of_pairs
-    assert "it takes what an earlier stage makes" in shown
+    assert "it takes what an earlier stage makes" in output
     assert not Path("out").exists()
 
 
@@ -85,8 +85,8 @@ def test_what_cannot_work_is_one_line_before_anything_runs(
         run(["pipeline", str(stages), "--model", str(model), "--output", "out", *arguments])
         == 2
     )
-    told = capsys.readouterr().err.strip()
-    assert said in told and told.startswith("error: ") and "\n" not in told
+    stderr = capsys.readouterr().err.strip()
+    assert said in stderr and stderr.startswith("error: ") and "\n" not in stderr
     assert not Path("out").exists()
 
 

@@ -29,9 +29,9 @@ def typed(line: str) -> int:
 def test_a_plan_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     line = "plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --judge Qwen3-8B --max-tokens 1024"
     assert run([*line.split(), "--prompts-per-step", "64", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    best = told["fits"][0]
-    assert told["model"]["num_params"] == 7_615_616_512 and told["devices"]["count"] == 8
+    plan = json.loads(capsys.readouterr().out)
+    best = plan["fits"][0]
+    assert plan["model"]["num_params"] == 7_615_616_512 and plan["devices"]["count"] == 8
     assert set(best["seconds"]) == {
         "sync",
         "generate",
@@ -43,8 +43,8 @@ def test_a_plan_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]
     }
     assert best["peak_bytes"] <= best["capacity_bytes"] < 80e9
     assert {"trainer", "judge"} <= set(best["memory"]["judge"])
-    assert best["strategy"]["judge_tensor_parallel"] == 2 and not told["cannot_be_run"]
-    assert "--set rewards.0.args.tensor_parallel=2" in told["options"]
+    assert best["strategy"]["judge_tensor_parallel"] == 2 and not plan["cannot_be_run"]
+    assert "--set rewards.0.args.tensor_parallel=2" in plan["options"]
 
 
 def test_a_reward_model_that_engines_serve_is_planned(
@@ -81,30 +81,30 @@ def test_the_table_says_what_a_person_wants_to_know(capsys: pytest.CaptureFixtur
         typed("plan --model llama-3.1-8b --devices 4xH100 --accelerate zero3 --full --beta 0.1")
         == 0
     )
-    told = capsys.readouterr().out
-    assert "8.03 billion parameters, every weight" in told and "4 x H100" in told
-    assert "zero3" in told and "zero2" not in told and "reference" in told
-    assert "sync" in told and "wake-up" not in told
-    assert all(len(line) <= 80 for line in told.splitlines() if "trainer of a rank" in line)
-    *_, before, line = told.splitlines()
+    output = capsys.readouterr().out
+    assert "8.03 billion parameters, every weight" in output and "4 x H100" in output
+    assert "zero3" in output and "zero2" not in output and "reference" in output
+    assert "sync" in output and "wake-up" not in output
+    assert all(len(line) <= 80 for line in output.splitlines() if "trainer of a rank" in line)
+    *_, before, line = output.splitlines()
     assert before == "the first runs with these options"
     assert line.startswith("  --processes 4") and "--beta" not in line
 
 
 def test_what_does_not_fit_says_why_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert typed("plan --model Qwen/Qwen2.5-7B-Instruct --devices 1x80GB --full") == 1
-    told = capsys.readouterr().out
-    assert "nothing fits" in told and "most of it the trainer" in told
-    assert "--lora" in told and "more devices" in told
+    output = capsys.readouterr().out
+    assert "nothing fits" in output and "most of it the trainer" in output
+    assert "--lora" in output and "more devices" in output
 
 
 def test_a_recipe_is_planned_for_the_machine_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert typed("plan --recipe quickstart --devices cpu --set lora.r=4") == 0
-    told = capsys.readouterr().out
-    assert "LoRA r=4" in told and "all at once" in told and "GFLOP/s" in told
-    (lengths,) = re.findall(r"prompts of (\d+) tokens x 8 completions of (\d+)", told)
+    output = capsys.readouterr().out
+    assert "LoRA r=4" in output and "all at once" in output and "GFLOP/s" in output
+    (lengths,) = re.findall(r"prompts of (\d+) tokens x 8 completions of (\d+)", output)
     assert int(lengths[0]) < 100 and lengths[1] == "16", "lengths are the recipe's own"
-    assert "dataset" not in told and "asked" not in told
+    assert "dataset" not in output and "asked" not in output
     assert typed("plan --recipe quickstart --devices cpu --prompt-tokens 99") == 0
     assert "8 prompts of 99 tokens" in capsys.readouterr().out
 
@@ -117,10 +117,10 @@ def test_rows_of_the_dataset_are_shown_as_a_dry_run_shows_them(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = f"plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --dataset {file}"
     assert typed(f"{line} --show-rows 3") == 0
-    told = capsys.readouterr().out
-    assert "question from instruction + input; not used: source" in told
-    assert told.count("asked ") == 2 and "user: Add.\\n\\n3, 4" in told
-    assert "without its chat template" in told, "the model is not on this machine"
+    output = capsys.readouterr().out
+    assert "question from instruction + input; not used: source" in output
+    assert output.count("asked ") == 2 and "user: Add.\\n\\n3, 4" in output
+    assert "without its chat template" in output, "the model is not on this machine"
     assert typed(f"{line} --json") == 0
     assert len(json.loads(capsys.readouterr().out)["dataset"]["reading"]["rows"]) == 1
     assert typed("plan --model smollm2-135m --devices cpu --show-rows 3") == 2
@@ -128,7 +128,7 @@ def test_rows_of_the_dataset_are_shown_as_a_dry_run_shows_them(
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("--model nosuch/model --devices 1x80GB", "no config of 'nosuch/model'"),
         ("--model smollm2-135m --devices 8xh1000", "did you mean 'h100'"),
@@ -152,12 +152,12 @@ def test_rows_of_the_dataset_are_shown_as_a_dry_run_shows_them(
     ],
 )
 def test_mistakes_are_one_line(
-    line: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert run(["plan", *line.split()]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and told in error and error.count("\n") == 1
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
@@ -184,8 +184,8 @@ def test_the_worked_examples_of_the_docs_are_what_it_plans(
     model, sharding, width, *figures = (row[column].strip().strip("`") for row in rows[2:])
     line = section[section.index("`ycore ") :].split("`")[1]
     assert run([*line.split()[1:], "--model", *model.split(), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    best, options = told["fits"][0], told["options"]
+    plan = json.loads(capsys.readouterr().out)
+    best, options = plan["fits"][0], plan["options"]
     assert f"--accelerate {sharding} --set engine.tensor_parallel={width[0]}" in options
     assert all(setting in options for setting in width.split("`")[1::2])
     gib = [
@@ -210,15 +210,19 @@ def test_the_table_of_several_machines_is_what_it_plans(
     for fleet, cell in zip(fleets, cells, strict=True):
         words = line.replace("8xH100", fleet).split()[1:]
         assert run([*words, "--model", *model.strip("`").split(), "--json"]) in (0, 1)
-        told = json.loads(capsys.readouterr().out)
+        plan = json.loads(capsys.readouterr().out)
         if cell.startswith("lacks"):
-            nearest = told["does_not_fit"][0]
+            nearest = plan["does_not_fit"][0]
             lacking = (nearest["peak_bytes"] - nearest["capacity_bytes"]) / 2**30
-            assert not told["fits"] and cell == f"lacks {lacking:.1f}"
+            assert not plan["fits"] and cell == f"lacks {lacking:.1f}"
             continue
         for name, seconds in re.findall(r"`(\w+)` ([\d.]+)", cell):
-            ways = [way for way in told["fits"] if way["strategy"]["sharding"] == name]
-            assert f"{ways[0]['seconds']['step']:.1f}" == seconds
+            forecasts = [
+                forecast
+                for forecast in plan["fits"]
+                if forecast["strategy"]["sharding"] == name
+            ]
+            assert f"{forecasts[0]['seconds']['step']:.1f}" == seconds
 
 
 def test_a_file_of_accelerates_is_planned_as_it_says(
@@ -230,8 +234,8 @@ def test_a_file_of_accelerates_is_planned_as_it_says(
     )
     words = ["plan", "--model", "Qwen/Qwen2.5-7B-Instruct", "--devices", "8xH100", "--json"]
     assert run([*words, "--accelerate", str(file)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {way["strategy"]["sharding"] for way in told["fits"]} == {"fsdp2"}
-    assert "--accelerate" not in told["options"]
+    plan = json.loads(capsys.readouterr().out)
+    assert {forecast["strategy"]["sharding"] for forecast in plan["fits"]} == {"fsdp2"}
+    assert "--accelerate" not in plan["options"]
     assert run([*words, "--accelerate", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml" in capsys.readouterr().err

@@ -156,10 +156,10 @@ def test_what_works_is_in_the_plan(
         + "--env acts.py:Paying --tools acts.py:add --actions calls --max-turns 3"
     )
     assert run(line.split()) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert (
-        "at most 3, with acts.py:add, acts.py:Paying, called in the text" in shown
-        and "environment (weight 1)" in shown
+        "at most 3, with acts.py:add, acts.py:Paying, called in the text" in output
+        and "environment (weight 1)" in output
     )
 
 
@@ -198,5 +198,5 @@ def test_where_the_template_shows_no_tools_calls_are_text_and_the_plan_says_so(
 ) -> None:
     monkeypatch.chdir(place)
     assert run((LINE + "--reward exact_answer --tools acts.py:add").split()) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "with acts.py:add, called in the text (the chat template shows no tools)" in shown
+    output = " ".join(capsys.readouterr().out.split())
+    assert "with acts.py:add, called in the text (the chat template shows no tools)" in output

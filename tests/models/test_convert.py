@@ -26,8 +26,10 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] 
 def byte_letters() -> list[str]:
     """The 256 letters that byte-level tokenizers write bytes with."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return [chr(byte) for byte in plain] + [chr(256 + number) for number in range(len(others))]
+    other_bytes = [byte for byte in range(256) if byte not in plain]
+    return [chr(byte) for byte in plain] + [
+        chr(256 + number) for number in range(len(other_bytes))
+    ]
 
 
 def write_gguf(path: Path) -> Path:
@@ -176,11 +178,11 @@ def test_the_built_in_model_from_its_package(tmp_path: Path) -> None:
     policy: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     assert tokenizer.eos_token == "<|im_end|>"
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    asked = tokenizer.apply_chat_template(
+    inputs = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    written = policy.generate(**asked, max_new_tokens=40, do_sample=False)[
-        0, asked.input_ids.shape[1] :
+    written = policy.generate(**inputs, max_new_tokens=40, do_sample=False)[
+        0, inputs.input_ids.shape[1] :
     ]
     assert tokenizer.decode(written) == "The capital of France is Paris.<|im_end|>"
     shutil.rmtree(tmp_path / "m")

@@ -37,9 +37,9 @@ def write_random_model(folder: Path, kind: str, *, only_ascii: bool = False) -> 
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = [
-        one
-        for one in pre_tokenizers.ByteLevel.alphabet()
-        if not only_ascii or one.isascii() or one in "ĠĊ"
+        letter
+        for letter in pre_tokenizers.ByteLevel.alphabet()
+        if not only_ascii or letter.isascii() or letter in "ĠĊ"
     ]
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet
@@ -105,9 +105,11 @@ def test_ycore_reads_it_back_with_the_same_tokens(tmp_path: Path) -> None:
     write_gguf(folder, file, name="random")
     (tmp_path / "back").mkdir()
     convert("gguf", file, tmp_path / "back")
-    one, other = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("model", "back"))
-    assert [one(text).input_ids for text in QUESTIONS] == [
-        other(text).input_ids for text in QUESTIONS
+    original, reread = (
+        AutoTokenizer.from_pretrained(tmp_path / name) for name in ("model", "back")
+    )
+    assert [original(text).input_ids for text in QUESTIONS] == [
+        reread(text).input_ids for text in QUESTIONS
     ]
 
 
@@ -118,10 +120,10 @@ def greedy(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     outputs = []
     for ids in prompts:
-        asked = torch.tensor([ids])
+        input_ids = torch.tensor([ids])
         written = model.generate(
-            asked,
-            attention_mask=torch.ones_like(asked),
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
             max_new_tokens=num_tokens,
             do_sample=False,
         )
@@ -159,14 +161,14 @@ def same_answers(
     params.cpuparams.n_threads = 2
     server, same, tokenizer = xllamacpp.Server(params), 0, AutoTokenizer.from_pretrained(folder)
     for ids, expected in zip(prompts, greedy(folder, prompts, num_tokens), strict=True):
-        asked = {
+        request = {
             "prompt": ids,
             "n_predict": num_tokens,
             "temperature": 0.0,
             "cache_prompt": False,
         }
-        told = server.handle_completions(asked)
-        same += told["choices"][0]["text"] == tokenizer.decode(
+        response = server.handle_completions(request)
+        same += response["choices"][0]["text"] == tokenizer.decode(
             expected, skip_special_tokens=True
         )
     return same

@@ -156,8 +156,8 @@ def test_a_hub_model_is_planned_then_downloaded_then_found(hub: str, tmp_path: P
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         path.name for path in Path(folder).iterdir()
     }
-    (found,) = ask(tmp_path, hub, "some/model", HF_HUB_OFFLINE="1")
-    assert found.startswith("hub|True|True|found in")
+    (offline_plan,) = ask(tmp_path, hub, "some/model", HF_HUB_OFFLINE="1")
+    assert offline_plan.startswith("hub|True|True|found in")
 
 
 @pytest.mark.verify
@@ -183,8 +183,8 @@ def test_an_adapter_of_the_hub_is_merged_with_its_base(hub: str, tmp_path: Path)
         and again == folder
     )
     shutil.rmtree(tmp_path / "hub" / "models--some--model")  # the merged model needs it no more
-    (found,) = ask(tmp_path, hub, "some/adapter", HF_HUB_OFFLINE="1")
-    assert found.startswith("adapter|True|True|found in")
+    (offline_plan,) = ask(tmp_path, hub, "some/adapter", HF_HUB_OFFLINE="1")
+    assert offline_plan.startswith("adapter|True|True|found in")
 
 
 def test_half_a_download_is_not_ready(hub: str, tmp_path: Path) -> None:

@@ -51,16 +51,16 @@ def engines(folder: Path) -> str:
     with _watched(run):
         before = _free_gib()
         first = _start(run, spec)
-        held = None if before is None else before - (_free_gib() or 0.0)
+        held_gib = None if before is None else before - (_free_gib() or 0.0)
         weights = run.shared_memory
         write_weights(policy, weights, dtype=torch.float32, version=1)
-        asyncio.run(_sleep_and_wake(spec, weights, policy, held, said))
+        asyncio.run(_sleep_and_wake(spec, weights, policy, held_gib, said))
         beside = _start(run, second)
         said.append("a second engine started beside one asleep")
         for engine in (first, beside):
             _kill(engine)
-        if before is not None and held is not None:
-            _wait_for_free(before - 0.2 * held)
+        if before is not None and held_gib is not None:
+            _wait_for_free(before - 0.2 * held_gib)
         first.restart()
         _wait_until_ready(first)
         asyncio.run(_same_after_restart(spec, weights, said))
@@ -71,21 +71,21 @@ async def _sleep_and_wake(
     spec: EngineSpec,
     weights: Path,
     policy: torch.nn.Module,
-    held: float | None,
+    held_gib: float | None,
     said: list[str],
 ) -> None:
     """Tokens after each sleep are those of before, with weights from files and from this process's memory; asleep,
     another process may have the memory. It is left asleep.
 
-    `held`: GiB of the device that the engine holds awake; None where the driver does not say.
+    `held_gib`: GiB of the device that the engine holds awake; None where the driver does not say.
     """
     engine = _client(spec)
 
     async def checked(level: int, sleeper: SleepingEngine) -> None:
         began, awake, freed = time.perf_counter(), _free_gib(), ""
         await sleeper.sleep()
-        if held is not None and awake is not None:
-            freed = _check_freed(level, held, (_free_gib() or 0.0) - awake)
+        if held_gib is not None and awake is not None:
+            freed = _check_freed(level, held_gib, (_free_gib() or 0.0) - awake)
         await sleeper.wake()
         said.append(
             f"level {level}: asleep and awake in {time.perf_counter() - began:.1f} s{freed}"
@@ -154,20 +154,20 @@ async def _tokens(engine: VllmEngine) -> list[tuple[int, ...]]:
     ]
 
 
-def _check_freed(level: int, held: float, freed: float) -> str:
+def _check_freed(level: int, held_gib: float, freed_gib: float) -> str:
     """What of the memory is free now, in words; another process takes nine tenths of it for a moment."""
-    if held - freed > _KEPT_GIB:
+    if held_gib - freed_gib > _KEPT_GIB:
         raise RunError(
-            f"asleep at level {level}, the engine keeps {held - freed:.1f} of its {held:.1f} GiB"
+            f"asleep at level {level}, the engine keeps {held_gib - freed_gib:.1f} of its {held_gib:.1f} GiB"
         )
-    command = [sys.executable, "-c", _HOLD.format(bytes=0.9 * freed * 2**30)]
+    command = [sys.executable, "-c", _HOLD.format(bytes=0.9 * freed_gib * 2**30)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * _WITHIN_S)
     if done.returncode != 0:
         why = done.stderr.strip().rpartition("\n")[2]
         raise RunError(
-            f"asleep at level {level}, another process cannot use {0.9 * freed:.1f} GiB: {why}"
+            f"asleep at level {level}, another process cannot use {0.9 * freed_gib:.1f} GiB: {why}"
         )
-    return f", and of {held:.1f} GiB {freed:.1f} were free for another process"
+    return f", and of {held_gib:.1f} GiB {freed_gib:.1f} were free for another process"
 
 
 def _spec(run: RunFolder, model: Path, gpus: tuple[Gpu, ...]) -> EngineSpec:

@@ -47,7 +47,7 @@ def ways(folder: Path) -> str:
     model = write_tiny_model(folder / "model")
     said = []
     for name, sets in (AWAKE | ASLEEP if visible_gpus() else AWAKE).items():
-        words = [word for one in sets for word in ("--set", one)]
+        words = [word for setting in sets for word in ("--set", setting)]
         run = _run(folder / name.replace(" ", "-"), model, "--max-tokens", "16", *words)
         said.append(f"{name}: {_costs(name, run)}")
     return "; ".join(said)
@@ -56,7 +56,7 @@ def ways(folder: Path) -> str:
 def memory(folder: Path) -> str:
     """The trainer's memory beside the plan's: LoRA, every weight and 4 bits of 1.5 billion parameters, without vLLM."""
     model = write_shaped(folder / "model", "Qwen/Qwen2.5-1.5B-Instruct")
-    told = (
+    options = (
         "--max-tokens",
         "128",
         "--engine",
@@ -68,7 +68,7 @@ def memory(folder: Path) -> str:
     for name, words in TRAINED.items():
         place = folder / name.replace(" ", "-")
         with sampled_gib(folder / f"{place.name}.used") as used:
-            run = _run(place, model, *told, "--per-device-train-batch-size", "8", *words)
+            run = _run(place, model, *options, "--per-device-train-batch-size", "8", *words)
         work = workload_of(read_config(run), model_facts(str(model)))  # type: ignore[arg-type]
         planned = trainer_memory(work, Strategy(1, 1, "ddp", 8, True)).peak / GIB
         failed |= max(used) - used[0] > _GROWN * planned
@@ -96,10 +96,10 @@ def exact(folder: Path) -> str:
         )
         for name in ("first", "second")
     )
-    for one, other in zip(first, second, strict=True):
-        if differ := [name for name in _SAME if one.get(name) != other.get(name)]:
+    for row, other_row in zip(first, second, strict=True):
+        if differ := [name for name in _SAME if row.get(name) != other_row.get(name)]:
             raise RunError(
-                f"step {one['step']}: --deterministic gave other {', '.join(differ)}"
+                f"step {row['step']}: --deterministic gave other {', '.join(differ)}"
             )
     return f"{len(first)} steps, twice the same {', '.join(_SAME)}"
 
@@ -120,9 +120,13 @@ def _costs(name: str, run: RunFolder) -> str:
             f"{name}: a gap of {gap:.3f} nats a token, and {proved:.3f} of the weights proved; {LARGEST_GAP} and 1 are "
             "allowed"
         )
-    seconds = {one: rows[-1][f"ycore/{one}"] for one in _TIMES if f"ycore/{one}" in rows[-1]}
+    seconds = {
+        figure: rows[-1][f"ycore/{figure}"]
+        for figure in _TIMES
+        if f"ycore/{figure}" in rows[-1]
+    }
     costs = ", ".join(
-        f"{one.removeprefix('time/')} {took:.2f} s" for one, took in seconds.items()
+        f"{figure.removeprefix('time/')} {took:.2f} s" for figure, took in seconds.items()
     )
     return f"{costs}, gap {gap:.4f}"
 

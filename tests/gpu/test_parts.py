@@ -45,7 +45,7 @@ def test_all_paths_score_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = [
         list(training_parts.forward_costs(path, 2, [600, 900])) for path in ("mask", "segments")
     ]
-    assert [one["tokens"] for one in costs[0]] == [600, 900]
+    assert [cost["tokens"] for cost in costs[0]] == [600, 900]
     for masked, segmented in zip(*costs, strict=True):
         assert masked["mean_logprob"] == pytest.approx(segmented["mean_logprob"], abs=1e-2)
         assert segmented["seconds"] > 0
@@ -216,11 +216,13 @@ def test_a_sleep_that_keeps_the_memory_fails(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         RunError, match=r"asleep at level 2, the engine keeps 6\.0 of its 7\.0 GiB"
     ):
-        engine_parts._check_freed(2, held=7.0, freed=1.0)
+        engine_parts._check_freed(2, held_gib=7.0, freed_gib=1.0)
     with pytest.raises(RunError, match=r"another process cannot use 5\.4 GiB: MemoryError"):
-        engine_parts._check_freed(1, held=7.0, freed=6.0)
+        engine_parts._check_freed(1, held_gib=7.0, freed_gib=6.0)
     monkeypatch.setattr(engine_parts, "_HOLD", "{bytes}")
-    assert "of 7.0 GiB 6.0 were free" in engine_parts._check_freed(1, held=7.0, freed=6.0)
+    assert "of 7.0 GiB 6.0 were free" in engine_parts._check_freed(
+        1, held_gib=7.0, freed_gib=6.0
+    )
 
 
 @pytest.mark.engine

@@ -82,21 +82,19 @@ def device(folder: Path) -> str:
         raise RunError(
             f"torch {torch.__version__} sees no device, and the driver lists one; pip install 'ycore[gpu]'"
         )
-    found = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(0)
     torch.manual_seed(0)
-    one, other = torch.randn(2, 1024, 1024, dtype=torch.float64)
+    left, right = torch.randn(2, 1024, 1024, dtype=torch.float64)
     gap = 0.0
     for dtype, allowed in ((torch.float32, 1e-2), (torch.bfloat16, 1e-1)):
-        product = (one.to("cuda", dtype) @ other.to("cuda", dtype)).cpu().double()
-        gap = float((product - one @ other).std() / (one @ other).std())
+        product = (left.to("cuda", dtype) @ right.to("cuda", dtype)).cpu().double()
+        gap = float((product - left @ right).std() / (left @ right).std())
         if not gap < allowed:
             raise RunError(
                 f"a product in {dtype} is {gap:.1e} from the CPU's; {allowed:.0e} is allowed"
             )
-    memory = (
-        f"{found.total_memory / GIB:.1f} GiB, compute capability {found.major}.{found.minor}"
-    )
-    return f"{found.name}, {memory}, torch {torch.__version__}; a bfloat16 product within {gap:.1e} of the CPU's"
+    memory = f"{properties.total_memory / GIB:.1f} GiB, compute capability {properties.major}.{properties.minor}"
+    return f"{properties.name}, {memory}, torch {torch.__version__}; a bfloat16 product within {gap:.1e} of the CPU's"
 
 
 def run_command(words: Sequence[str], output: Path, *, on_cpu: bool = False) -> RunFolder:
@@ -129,8 +127,8 @@ def _replay(folder: Path, *options: str) -> str:
     before = run_command(job.words(recorded), recorded, on_cpu=True)
     after = run_command(["grpo", "--replay", str(recorded), "--output", str(again)], again)
     steps = list(zip(read_metrics(before.metrics), read_metrics(after.metrics), strict=True))
-    loss = max(abs(one["loss"] - other["loss"]) for one, other in steps)
-    norm = max(abs(one["grad_norm"] / other["grad_norm"] - 1) for one, other in steps)
+    loss = max(abs(cpu_row["loss"] - row["loss"]) for cpu_row, row in steps)
+    norm = max(abs(cpu_row["grad_norm"] / row["grad_norm"] - 1) for cpu_row, row in steps)
     said = f"{len(steps)} steps, losses within {loss:.1e} and gradient norms within {norm:.1e} of the CPU's"
     if not (loss <= 1e-4 and norm <= 1e-3):
         raise RunError(f"{said}; 1e-4 and 1e-3 are allowed")
@@ -157,18 +155,18 @@ def attention(folder: Path) -> str:
                 subprocess.CalledProcessError
             ):  # e.g. no flash attention, or no room for the mask
                 problem = Path(log.name).read_text().strip().rpartition("\n")[2][:80]
-        for one in map(json.loads, measured.read_text().splitlines()):
-            figures.setdefault(one["tokens"], {})[path] = one
+        for length_cost in map(json.loads, measured.read_text().splitlines()):
+            figures.setdefault(length_cost["tokens"], {})[path] = length_cost
         if problem and path == "segments":
             raise RunError(f"by segments: {problem}")
         words += [f"{path} not to its end ({problem})"] if problem else []
     for tokens, by_path in figures.items():
         costs = [
-            f"{path} {one['seconds']:.3f} s {one['gib']:.1f} GiB"
-            for path, one in by_path.items()
+            f"{path} {path_cost['seconds']:.3f} s {path_cost['gib']:.1f} GiB"
+            for path, path_cost in by_path.items()
         ]
         words.append(f"{tokens} tokens: {', '.join(costs)}")
-        means = [one["mean_logprob"] for one in by_path.values()]
+        means = [path_cost["mean_logprob"] for path_cost in by_path.values()]
         if max(means) - min(means) > _MEANS_WITHIN:
             raise RunError(f"{words[-1]}: the mean log-probabilities differ: {means}")
     return "; ".join(words)
@@ -206,7 +204,7 @@ def forward_costs(path: str, layers: int, lengths: Sequence[int]) -> Iterator[di
         masked = path == "mask"
         layout = {"attention_mask": block_mask(blocks[0]).to(device)} if masked else None
         layout = layout or attention_inputs(path, blocks, device)
-        inputs = {name: one.to(device) for name, one in row.items()}
+        inputs = {name: tensor.to(device) for name, tensor in row.items()}
         with torch.autocast(device.type, torch.bfloat16):
             outputs = policy(**inputs, **layout, fused_lm_head=True, use_cache=False)
         outputs.log_probs.sum().backward()
@@ -215,7 +213,7 @@ def forward_costs(path: str, layers: int, lengths: Sequence[int]) -> Iterator[di
 
     for length in lengths:
         once(length, 0)  # kernels are chosen and compiled
-        held, times = _held(reset=True), []
+        held_bytes, times = _held(reset=True), []
         for repeat in range(1, 4):
             began = time.perf_counter()
             mean = once(length, repeat)
@@ -223,7 +221,7 @@ def forward_costs(path: str, layers: int, lengths: Sequence[int]) -> Iterator[di
         yield {
             "tokens": length,
             "seconds": statistics.median(times),
-            "gib": (_held() - held) / GIB,
+            "gib": (_held() - held_bytes) / GIB,
             "mean_logprob": mean,
         }
 
@@ -338,12 +336,12 @@ def steps(folder: Path) -> str:
     if gpu is not None:
         planned = _on_a_device(gpu, max(used) - used[0], step)
     said += "".join(
-        f"; {one['what']} {one['measured']:.1f} {one['unit']}, planned {one['planned']:.1f}"
-        for one in planned
+        f"; {figure['what']} {figure['measured']:.1f} {figure['unit']}, planned {figure['planned']:.1f}"
+        for figure in planned
     )
-    memory = [one for one in planned if one["what"].startswith("memory")]
+    memory = [figure for figure in planned if figure["what"].startswith("memory")]
     if gap > LARGEST_GAP or any(
-        one["measured"] > _GROWN_GIB * one["planned"] for one in memory
+        figure["measured"] > _GROWN_GIB * figure["planned"] for figure in memory
     ):
         raise RunError(
             f"{said}; {LARGEST_GAP} nats and {_GROWN_GIB} times the planned memory are allowed"

@@ -17,27 +17,27 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="targets, with commas between them")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be tried")
-    asked = parser.parse_args()
-    if asked.dry_run:
+    options = parser.parse_args()
+    if options.dry_run:
         print(
             "Nothing was started.",
-            *(f"{target.name}: {asked.rounds or target.rounds}" for target in targets()),
+            *(f"{target.name}: {options.rounds or target.rounds}" for target in targets()),
             sep="\n",
         )
         return 0
-    found = 0
+    num_defects = 0
     for target in targets():
-        if asked.only and target.name not in asked.only.split(","):
+        if options.only and target.name not in options.only.split(","):
             continue
         outcome = attack(
-            target, inputs(target, seed=asked.seed, rounds=asked.rounds or target.rounds)
+            target, inputs(target, seed=options.seed, rounds=options.rounds or target.rounds)
         )
-        found += len(outcome.defects)
-        told = f"{outcome.tried} tried, {outcome.refused} refused, slowest {outcome.slowest_s:.2f} s"
-        print(f"{target.name:15} {told}, {len(outcome.defects)} defects", flush=True)
-        for what, data in outcome.defects.items():
-            print(f"    {what}\n        {data[:300]!r}", flush=True)
-    return 1 if found else 0
+        num_defects += len(outcome.defects)
+        counts = f"{outcome.tried} tried, {outcome.refused} refused, slowest {outcome.slowest_s:.2f} s"
+        print(f"{target.name:15} {counts}, {len(outcome.defects)} defects", flush=True)
+        for defect, data in outcome.defects.items():
+            print(f"    {defect}\n        {data[:300]!r}", flush=True)
+    return 1 if num_defects else 0
 
 
 if __name__ == "__main__":

@@ -42,10 +42,10 @@ def attack(target: Target, data: Iterable[bytes]) -> Outcome:
     outcome, root = Outcome(), Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     try:
         with limited_memory():
-            for number, one in enumerate(data):
+            for number, content in enumerate(data):
                 place = root / str(number)
                 place.mkdir()
-                _try(target, one, place, outcome)
+                _try(target, content, place, outcome)
                 shutil.rmtree(place, ignore_errors=True)
     finally:
         shutil.rmtree(root, ignore_errors=True)

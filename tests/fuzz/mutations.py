@@ -65,42 +65,42 @@ def bit_flips(data: bytes) -> Iterator[bytes]:
         yield bytes(changed)
 
 
-def mutated(data: bytes, chance: random.Random, others: tuple[bytes, ...] = ()) -> bytes:
-    """`data` after one to four accidents or attacks; `others` are spliced into it."""
+def mutated(data: bytes, chance: random.Random, seeds: tuple[bytes, ...] = ()) -> bytes:
+    """`data` after one to four accidents or attacks; `seeds` are spliced into it."""
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        data = chance.choice(_BYTE_CHANGES)(data, chance, others)
+        data = chance.choice(_BYTE_CHANGES)(data, chance, seeds)
     return data
 
 
-def _flip(data: bytes, chance: random.Random, others: tuple[bytes, ...]) -> bytes:
+def _flip(data: bytes, chance: random.Random, seeds: tuple[bytes, ...]) -> bytes:
     changed = bytearray(data)
     for _ in range(chance.choice((1, 1, 3, 20)) if data else 0):
         changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
     return bytes(changed)
 
 
-def _truncate(data: bytes, chance: random.Random, others: tuple[bytes, ...]) -> bytes:
+def _truncate(data: bytes, chance: random.Random, seeds: tuple[bytes, ...]) -> bytes:
     return data[: chance.randrange(len(data) + 1)]
 
 
-def _cut_out(data: bytes, chance: random.Random, others: tuple[bytes, ...]) -> bytes:
+def _cut_out(data: bytes, chance: random.Random, seeds: tuple[bytes, ...]) -> bytes:
     start, end = _part(data, chance)
     return data[:start] + data[end:]
 
 
-def _repeat(data: bytes, chance: random.Random, others: tuple[bytes, ...]) -> bytes:
+def _repeat(data: bytes, chance: random.Random, seeds: tuple[bytes, ...]) -> bytes:
     start, end = _part(data, chance)
     return data[:end] + data[start:end] * chance.choice((1, 2, 50)) + data[end:]
 
 
-def _splice(data: bytes, chance: random.Random, others: tuple[bytes, ...]) -> bytes:
-    other = chance.choice((*others, data))
+def _splice(data: bytes, chance: random.Random, seeds: tuple[bytes, ...]) -> bytes:
+    other = chance.choice((*seeds, data))
     start, end = _part(other, chance)
     place = chance.randrange(len(data) + 1)
     return data[:place] + other[start:end] + data[place + chance.choice((0, end - start)) :]
 
 
-def _insert(data: bytes, chance: random.Random, others: tuple[bytes, ...]) -> bytes:
+def _insert(data: bytes, chance: random.Random, seeds: tuple[bytes, ...]) -> bytes:
     place = chance.randrange(len(data) + 1)
     text = chance.choice(TEXTS).encode("utf-8", "surrogatepass")
     added = chance.choice(
@@ -118,13 +118,13 @@ def _insert(data: bytes, chance: random.Random, others: tuple[bytes, ...]) -> by
     return data[:place] + added + data[place:]
 
 
-def _set_length(data: bytes, chance: random.Random, others: tuple[bytes, ...]) -> bytes:
+def _set_length(data: bytes, chance: random.Random, seeds: tuple[bytes, ...]) -> bytes:
     place = chance.randrange(len(data) + 1)
     width = chance.choice((1, 2, 4, 8))
     return data[:place] + chance.choice(LENGTHS)[:width] + data[place + width :]
 
 
-def _nest(data: bytes, chance: random.Random, others: tuple[bytes, ...]) -> bytes:
+def _nest(data: bytes, chance: random.Random, seeds: tuple[bytes, ...]) -> bytes:
     opening, closing = chance.choice(
         ((b"[", b"]"), (b'{"a":', b"}"), (b"(", b")"), (b"- ", b""), (b"<", b">"), (b"{", b"}"))
     )

@@ -443,9 +443,9 @@ def read_worker_reply(data: bytes, place: Path) -> None:
     with suppress(CallFailed):
         scores = scores_in(reply_in(data, "5f0c"), count=2, allowed_range=(0, 5))
         assert len(scores) == 2 and all(
-            one.value is None or 0 <= one.value <= 5 for one in scores
+            score.value is None or 0 <= score.value <= 5 for score in scores
         )
-        assert all((one.problem or "").isprintable() for one in scores)
+        assert all((score.problem or "").isprintable() for score in scores)
     with suppress(CallFailed):
         inputs_in(reply_in(data, "5f0c").get("ready"), count=1)
 
@@ -516,7 +516,7 @@ def read_page(data: bytes, place: Path) -> None:
     read_folder(data, root)
     page = render_page(make_report([read_run(root)]))
     _Page().feed(page)
-    assert not (found := _UNSEEN.search(page)), f"{found!r} is in the page"
+    assert not (match := _UNSEEN.search(page)), f"{match!r} is in the page"
 
 
 NAMES = [
@@ -547,8 +547,8 @@ def read_rows(data: bytes, place: Path) -> None:
     Console(file=screen, width=80, color_system=None).print(
         view, Text(printable(_text_of(data)))
     )
-    for shown in (out.getvalue(), screen.getvalue()):
-        assert not (found := _UNSEEN.search(shown)), f"{found!r} reaches the terminal"
+    for printed in (out.getvalue(), screen.getvalue()):
+        assert not (match := _UNSEEN.search(printed)), f"{match!r} reaches the terminal"
     assert "\n" not in printable(_text_of(data), one_line=True)
 
 
@@ -705,7 +705,7 @@ def read_as_it_goes_on(data: bytes, place: Path) -> None:
     try:
         follow_run(place, stream=out, once=True)
     finally:
-        assert not (found := _UNSEEN.search(out.getvalue())), f"{found!r} reaches the terminal"
+        assert not (match := _UNSEEN.search(out.getvalue())), f"{match!r} reaches the terminal"
 
 
 def targets() -> list[Target]:

@@ -41,7 +41,7 @@ def test_defects_are_found() -> None:
 
     outcome = attack(Target("t", [b"x"], read), [b"k", b"m", b"r", b"x", b"k2"])
     assert (outcome.tried, outcome.refused) == (5, 1)
-    assert {what.split()[0] for what in outcome.defects} == {"KeyError", "MemoryError"}
+    assert {defect.split()[0] for defect in outcome.defects} == {"KeyError", "MemoryError"}
 
 
 def test_the_same_seed_draws_the_same() -> None:
@@ -58,7 +58,8 @@ def test_the_same_seed_draws_the_same() -> None:
 def test_every_bit_is_flipped_once() -> None:
     flipped = list(bit_flips(b"ab"))
     assert len(set(flipped)) == 16 and all(
-        sum((one ^ other).bit_count() for one, other in zip(b"ab", data, strict=True)) == 1
+        sum((before ^ after).bit_count() for before, after in zip(b"ab", data, strict=True))
+        == 1
         for data in flipped
     )
 

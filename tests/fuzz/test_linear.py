@@ -155,10 +155,12 @@ def growth(
     if seconds(reader, long) < 0.008:
         return None
     for _ in range(4):
-        one, two = (min(seconds(reader, text) for _ in range(3)) for text in (short, long))
-        if two < 3 * one:
+        short_s, long_s = (
+            min(seconds(reader, text) for _ in range(3)) for text in (short, long)
+        )
+        if long_s < 3 * short_s:
             return None
-    return one, two
+    return short_s, long_s
 
 
 def seconds(reader: Callable[[str], object], text: str) -> float:

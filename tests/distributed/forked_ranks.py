@@ -45,8 +45,8 @@ def launch(words: list[str]) -> None:
     """`accelerate launch WORDS` with one rank on this machine; ends this process as the rank ends."""
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ[SOCKET])
-        asked = [os.getpid(), os.getcwd(), dict(os.environ), words]
-        socket.send_fds(server, [json.dumps(asked).encode() + b"\n"], [1, 2])
+        request = [os.getpid(), os.getcwd(), dict(os.environ), words]
+        socket.send_fds(server, [json.dumps(request).encode() + b"\n"], [1, 2])
         with server.makefile("r") as answers:
             code = int(answers.readline() or 1)
     os._exit(int(code != 0))

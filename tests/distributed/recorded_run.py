@@ -45,8 +45,8 @@ def recorded_round(step: int, *, num_groups: int, group_size: int) -> list[Group
             logprobs = tuple(-4.6 + dice.uniform(-0.2, 0.2) for _ in range(length))
             completions.append(Completion(token_ids, logprobs, "", "length", step))
             taught = tuple(
-                one + 0.3 * math.sin(token)
-                for one, token in zip(logprobs, token_ids, strict=True)
+                logprob + 0.3 * math.sin(token)
+                for logprob, token in zip(logprobs, token_ids, strict=True)
             )
             scores.append(
                 (Score(dice.random(), logprobs=taught),)
@@ -113,11 +113,11 @@ def run(config: RunConfig, gather_object: Any) -> None:
     trainer.train()
     share(trainer, folder, config, "after", writes=rank.number == 0)
     trainer.save_model(str(folder.model))
-    told = {
+    report = {
         "prompts_gathered": sum(asked_for),
         "prompts_held": sorted(set(trainer._logs["prompt"])),
     }
-    (folder.root / f"rank-{rank.number}.json").write_text(json.dumps(told))
+    (folder.root / f"rank-{rank.number}.json").write_text(json.dumps(report))
 
 
 def share(

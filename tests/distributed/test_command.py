@@ -44,9 +44,9 @@ def start(tmp_path: Path, model: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def start_ycore(more: str, rows: list[str] | None = None) -> "subprocess.Popen[str]":
-        asked = rows or [f"{n} + 1 =" for n in range(16)]
+        prompts = rows or [f"{n} + 1 =" for n in range(16)]
         (tmp_path / "rows.jsonl").write_text(
-            "".join(json.dumps({"prompt": ask}) + "\n" for ask in asked)
+            "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
         )
         words = COMMON.split()
         for option in set(more.split()) & {"--prompts-per-step", "--processes"}:
@@ -85,14 +85,14 @@ def start(tmp_path: Path, model: Path) -> Iterator[Start]:
 
 def marked(place: Path) -> list[str]:
     run_id = RunFolder(place / "run").run_id
-    found = []
+    command_lines = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(RUN_MARKER) == run_id:
-                found.append(" ".join(process.cmdline()))
+                command_lines.append(" ".join(process.cmdline()))
         except psutil.Error:
             continue
-    return found
+    return command_lines
 
 
 def wait_for_step(place: Path, step: int, process: "subprocess.Popen[str]") -> None:
@@ -114,10 +114,10 @@ def ranks(place: Path) -> dict[int, int]:
 
 
 def state(place: Path, step: int, rank: int) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(
+    controller_state: dict[str, Any] = json.loads(
         (place / f"run/checkpoints/checkpoint-{step}/controller-{rank}.json").read_text()
     )["controller"]
-    return told
+    return controller_state
 
 
 @pytest.mark.verify

@@ -104,7 +104,7 @@ class Machines:
         words = [*command, "--resume"]
         self.nodes[number] = self.start_on(number, words, self.place, environment)
 
-    def go_on(self, **given: Any) -> None:
+    def go_on(self, **options: Any) -> None:
         """Start it again, on the network as it was at first."""
         for node in self.nodes:
             node.kill()
@@ -112,7 +112,7 @@ class Machines:
         for number, host in enumerate(self.hosts):
             host.join()
             (self.folder.root / f"fail-{number}").unlink(missing_ok=True)
-        self.start(**given | {"more": f"{given['more']} --resume"})
+        self.start(**options | {"more": f"{options['more']} --resume"})
 
     def said(self, number: int) -> str:
         return (self.place / f"{self.hosts[number].name}.log").read_text()
@@ -266,15 +266,15 @@ def known_after(machines: Machines, numbers: list[int], reason: str, began: floa
 def one_fault(machines: Machines, fault: Any, victim: int) -> float:
     """Let it happen; check every end, and return the seconds until all others had named it."""
     exit_code, reason = FAULTS[fault]
-    others = [number for number in range(len(machines.hosts)) if number != victim]
+    survivors = [number for number in range(len(machines.hosts)) if number != victim]
     began = time.monotonic()
     fault(machines, victim)
-    seconds = known_after(machines, others, reason, began)
-    ends = machines.wait(others, ENDED_WITHIN_S)
-    assert {ends[number] for number in others} == {exit_code}, ends
+    seconds = known_after(machines, survivors, reason, began)
+    ends = machines.wait(survivors, ENDED_WITHIN_S)
+    assert {ends[number] for number in survivors} == {exit_code}, ends
     if exit_code == 1:
         name = f"machine {victim} (node{victim})"
-        for number in others:
+        for number in survivors:
             line = next(
                 line for line in machines.said(number).splitlines() if line.startswith("error:")
             )
@@ -290,8 +290,8 @@ def one_fault(machines: Machines, fault: Any, victim: int) -> float:
         expected = {exit_code, 2} if fault is fail_in_rank else {exit_code}
         assert machines.nodes[victim].returncode in expected, machines.said(victim)
     if fault is not cut_power:
-        others.append(victim)
-    machines.assert_nothing_is_left(others)
+        survivors.append(victim)
+    machines.assert_nothing_is_left(survivors)
     return seconds
 
 
@@ -370,7 +370,7 @@ def test_every_run_with_a_fault_ends_as_promised_and_goes_on_to_the_same_end(
     make: Make, ranks: str | None
 ) -> None:
     """`YCORE_NUM_FAULTS` of them at random moments, on two to four machines, with real trainers; then `--resume`."""
-    given = WHOLE_RUN | {"ranks": ranks}
+    options = WHOLE_RUN | {"ranks": ranks}
     seed = int(os.environ.get("YCORE_FAULTS_SEED", "41"))
     generator = random.Random(seed)
     undisturbed: dict[int, Outcome] = {}
@@ -382,12 +382,12 @@ def test_every_run_with_a_fault_ends_as_promised_and_goes_on_to_the_same_end(
         victim = generator.randrange(count)
         if count not in undisturbed:
             machines = make(count)
-            machines.start(**given)
+            machines.start(**options)
             assert set(machines.wait()) == {0}, machines.said(0)
             undisturbed[count] = Outcome.of(machines)
         machines = make(count)
-        more = f"{given['more']}{KEEPS if fault is fail_in_rank else ''}"
-        machines.start(**given | {"more": more})
+        more = f"{options['more']}{KEEPS if fault is fail_in_rank else ''}"
+        machines.start(**options | {"more": more})
         words = [str(number), fault.__name__, f"machine {victim} of {count}"]
         try:
             words.append(wait_for_a_moment(machines, fault, generator))
@@ -395,7 +395,7 @@ def test_every_run_with_a_fault_ends_as_promised_and_goes_on_to_the_same_end(
             words.append(f"known after {known_s:.1f} s")
             num_before = len(read_metrics(machines.folder.metrics))
             words.append(f"{num_before} steps written")
-            machines.go_on(**given | {"more": more})
+            machines.go_on(**options | {"more": more})
             assert set(machines.wait()) == {0}, [machines.said(n) for n in range(count)]
             machines.assert_nothing_is_left(list(range(count)))
             assert Outcome.of(machines) == undisturbed[count], "it came to another end"
@@ -610,10 +610,10 @@ def test_a_real_run_over_a_slow_network(make: Make) -> None:
         steps = read_metrics(machines.folder.metrics)
         assert [row["step"] for row in steps] == list(range(1, 7))
         steps_s = [row["ycore/time/step"] for row in steps]
-        each = [(after - b) / 6 / 1e6 for after, b in zip(sent, before, strict=True)]
+        step_mb = [(after - b) / 6 / 1e6 for after, b in zip(sent, before, strict=True)]
         # Each of two ranks sends its gradients once: half to be summed, and half of the sums.
-        assert all(num_bytes / 1e6 < megabytes < 1.3 * num_bytes / 1e6 for megabytes in each)
-        print(f"{name}: {each} MB a step of {num_bytes / 1e6:.1f} MB of gradients")
+        assert all(num_bytes / 1e6 < megabytes < 1.3 * num_bytes / 1e6 for megabytes in step_mb)
+        print(f"{name}: {step_mb} MB a step of {num_bytes / 1e6:.1f} MB of gradients")
         print(f"{name}: {median(steps_s):.2f} s a step")
         if name != "no limit":
             assert min(steps_s) > num_bytes * 8 / 1e9, "what the cable must take"

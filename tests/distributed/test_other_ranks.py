@@ -78,7 +78,9 @@ def test_two_ranks_then_one_then_two_take_every_prompt_once_and_in_order(
         )
         time.sleep(0.05)
     family = psutil.Process(first.pid).children(recursive=True)
-    [one for one in family if "ycore.trainer" in one.cmdline()][-1].send_signal(signal.SIGKILL)
+    [process for process in family if "ycore.trainer" in process.cmdline()][-1].send_signal(
+        signal.SIGKILL
+    )
     said = first.communicate(timeout=WITHIN_S)[0]
     assert first.returncode == 1, said
 

@@ -91,7 +91,7 @@ def test_a_core_moves_to_the_engines_and_no_step_is_lost_or_changed(tmp_path: Pa
         for rank in ranks if step > number else ():
             round_file(by_hand / "journal", step, rank).unlink()
     last = int(number) + AFTER
-    others = run_until(
+    hand_rows = run_until(
         [
             "resume",
             str(by_hand),
@@ -106,8 +106,8 @@ def test_a_core_moves_to_the_engines_and_no_step_is_lost_or_changed(tmp_path: Pa
             and len(rows) < len(read_metrics(whole / "metrics.jsonl"))
         ),
     )
-    for row, other in zip(rows[:last], others[:last], strict=True):
-        assert [row.get(name) for name in SAME] == [other.get(name) for name in SAME]
+    for row, hand_row in zip(rows[:last], hand_rows[:last], strict=True):
+        assert [row.get(name) for name in SAME] == [hand_row.get(name) for name in SAME]
     assert rows[last - 1]["loss"] != rows[last - 2]["loss"]
 
 

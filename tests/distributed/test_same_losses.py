@@ -116,19 +116,24 @@ def run(place: Path, name: str, job: str) -> Path:
     jobs = place / f"{name}.json"
     wanted = RUNS[name] if (place / "all-jobs").exists() else QUICK[name]
     jobs.write_text(
-        json.dumps([config_of(place, name, one).model_dump(mode="json") for one in wanted])
+        json.dumps(
+            [
+                config_of(place, name, wanted_job).model_dump(mode="json")
+                for wanted_job in wanted
+            ]
+        )
     )
     launch: list[str] = []
     if not name.startswith("alone"):
         ranks = 4 if name == "hsdp" else 2
-        told = accelerate_config(
+        launch_config = accelerate_config(
             name.partition("-")[0],  # type: ignore[arg-type]
             processes=ranks,
             num_machines=ranks // 2,
             on_cpu=True,
             dtype=dtype_of(name),
         )
-        (place / f"{name}.yaml").write_text(yaml.safe_dump(told))
+        (place / f"{name}.yaml").write_text(yaml.safe_dump(launch_config))
         launch = [
             "-m",
             "accelerate.commands.launch",
@@ -178,9 +183,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     ],
 )
 def test_two_ranks_learn_what_one_learns(place: Path, name: str, job: str) -> None:
-    one = run(place, "alone", job)
-    compare(one, run(place, name, job))
-    assert job == "lora" or read_metrics(one / "metrics.jsonl")[-1]["kl"] > 1e-4, (
+    one_rank = run(place, "alone", job)
+    compare(one_rank, run(place, name, job))
+    assert job == "lora" or read_metrics(one_rank / "metrics.jsonl")[-1]["kl"] > 1e-4, (
         "the reference moved with the policy"
     )
 
@@ -211,8 +216,8 @@ def test_adapters_are_computed_again_from_their_shards(place: Path, name: str) -
     compare(run(place, "alone", "lora"), run(place, name, "lora-again"))
 
 
-def compare(one: Path, two: Path) -> None:
-    first, second = (read_metrics(folder / "metrics.jsonl") for folder in (one, two))
+def compare(one_rank: Path, two_ranks: Path) -> None:
+    first, second = (read_metrics(folder / "metrics.jsonl") for folder in (one_rank, two_ranks))
     assert (
         [row["step"] for row in second]
         == [row["step"] for row in first]
@@ -224,11 +229,11 @@ def compare(one: Path, two: Path) -> None:
                 row["step"],
                 key,
             )
-    assert same(weights(one / "before"), weights(two / "before"), atol=0.0), (
+    assert same(weights(one_rank / "before"), weights(two_ranks / "before"), atol=0.0), (
         "the engines' first weights differ"
     )
-    assert same(weights(one / "after"), weights(two / "after"), atol=2e-5)
-    assert not same(weights(one / "before"), weights(one / "after"), atol=1e-3), (
+    assert same(weights(one_rank / "after"), weights(two_ranks / "after"), atol=2e-5)
+    assert not same(weights(one_rank / "before"), weights(one_rank / "after"), atol=1e-3), (
         "nothing was learned"
     )
 
@@ -240,10 +245,12 @@ def test_the_other_learners_learn_on_two_ranks_what_they_learn_on_one(
     place: Path, job: str
 ) -> None:
     """PPO whitens advantages over both ranks' tokens and has two gradients; teachers and pairs are counted on both."""
-    one, two = (run(place, name, job) for name in ("alone", "ddp"))
-    compare(one, two)
+    one_rank, two_ranks = (run(place, name, job) for name in ("alone", "ddp"))
+    compare(one_rank, two_ranks)
     if job == "ppo":
-        first, second = (read_metrics(folder / "metrics.jsonl") for folder in (one, two))
+        first, second = (
+            read_metrics(folder / "metrics.jsonl") for folder in (one_rank, two_ranks)
+        )
         norms = [[row["ycore/critic/grad_norm"] for row in rows] for rows in (first, second)]
         assert norms[1] == pytest.approx(norms[0], rel=2e-5, abs=2e-6)
 
@@ -268,12 +275,12 @@ def test_what_is_saved_is_what_the_engines_had(place: Path, name: str) -> None:
 
 def test_no_rank_holds_the_prompts_of_another(place: Path) -> None:
     two = run(place, "ddp", "lora")
-    told: list[dict[str, Any]] = [
+    reports: list[dict[str, Any]] = [
         json.loads((two / f"rank-{rank}.json").read_text()) for rank in (0, 1)
     ]
-    assert [rank["prompts_gathered"] for rank in told] == [0, 0]
-    for rank, mine in enumerate(told):
-        own = {
+    assert [rank["prompts_gathered"] for rank in reports] == [0, 0]
+    for rank, mine in enumerate(reports):
+        rank_prompts = {
             f"step {step} group {group}" for step in range(STEPS) for group in (rank, rank + 2)
         }
-        assert mine["prompts_held"] and set(mine["prompts_held"]) <= own
+        assert mine["prompts_held"] and set(mine["prompts_held"]) <= rank_prompts

@@ -75,7 +75,7 @@ def test_each_slot_serves_both_ranks_and_they_learn_what_one_learns(tmp_path: Pa
     )
     expected = read_metrics(run(tmp_path, 1).metrics)
     assert [row["step"] for row in seen] == [1, 2]
-    for one, row in zip(expected, seen, strict=True):
+    for expected_row, row in zip(expected, seen, strict=True):
         for key in (
             "loss",
             "grad_norm",
@@ -83,4 +83,7 @@ def test_each_slot_serves_both_ranks_and_they_learn_what_one_learns(tmp_path: Pa
             "rewards/spread/mean",
             "completions/mean_length",
         ):
-            assert row[key] == pytest.approx(one[key], rel=1e-3, abs=1e-4), (row["step"], key)
+            assert row[key] == pytest.approx(expected_row[key], rel=1e-3, abs=1e-4), (
+                row["step"],
+                key,
+            )

@@ -48,8 +48,8 @@ def losses(model: Path, output: Path, *more: str) -> list[float]:
 @pytest.mark.verify
 def test_two_ranks_with_zero2_learn_what_one_learns(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
-    one = losses(model, tmp_path / "one")
-    two = losses(model, tmp_path / "two", "--processes", "2", "--accelerate", "zero2")
-    assert len(one) == 6 and one[-1] < one[0]
-    assert two == pytest.approx(one, abs=2e-3)
+    one_rank = losses(model, tmp_path / "one")
+    two_ranks = losses(model, tmp_path / "two", "--processes", "2", "--accelerate", "zero2")
+    assert len(one_rank) == 6 and one_rank[-1] < one_rank[0]
+    assert two_ranks == pytest.approx(one_rank, abs=2e-3)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model").num_parameters() > 0

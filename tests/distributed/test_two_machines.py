@@ -39,14 +39,14 @@ def place(tmp_path: Path) -> Iterator[Path]:
 def run(
     place: Path,
     outputs: list[str],
-    asked: list[str],
+    prompts: list[str],
     *,
     steps: int = 3,
     interrupt_after: int | None = None,
 ) -> list[tuple[int, str]]:
     """Exit status and standard error of each machine's command; the second may get a Ctrl-C after so many steps."""
     (place / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": ask}) + "\n" for ask in asked)
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
     )
     nodes = []
     with socket.socket() as free:
@@ -99,8 +99,8 @@ def wait_for_steps(metrics: Path, number: int) -> None:
 
 @pytest.mark.verify
 def test_an_interrupt_of_one_machine_stops_both(place: Path) -> None:
-    asked = [f"{n} + 1 =" for n in range(16)]
-    ends = run(place, ["run", "run"], asked, steps=2000, interrupt_after=2)
+    prompts = [f"{n} + 1 =" for n in range(16)]
+    ends = run(place, ["run", "run"], prompts, steps=2000, interrupt_after=2)
     assert [code for code, _ in ends] == [130, 130], ends
     step = json.loads((place / "run" / "summary.json").read_text())["steps"]
     saved = place / "run" / "checkpoints" / f"checkpoint-{step}"

@@ -42,7 +42,11 @@ def run_trial(
     )
     if done.returncode != 0:
         raise RuntimeError(f"{rights}: {done.stderr[-4000:]}")
-    return [json.loads(one) for one in done.stdout.splitlines() if one.startswith("{")]
+    return [
+        json.loads(output_line)
+        for output_line in done.stdout.splitlines()
+        if output_line.startswith("{")
+    ]
 
 
 def score(lines: Iterable[dict]) -> dict[tuple[str, str, str], tuple[int, int, list[str]]]:
@@ -65,13 +69,13 @@ def main() -> None:
     parser.add_argument("--where", default="worker,program")
     parser.add_argument("--json", type=Path, help="write every attempt here")
     parser.add_argument("--dry-run", action="store_true", help="say what would be tried")
-    given = parser.parse_args()
-    if given.dry_run:
-        print(f"{len(PROBES)} probes with the rights of {given.rights}. Nothing was started.")
+    options = parser.parse_args()
+    if options.dry_run:
+        print(f"{len(PROBES)} probes with the rights of {options.rights}. Nothing was started.")
         return
     lines = []
-    for rights in given.rights.split(","):
-        done = run_trial(rights, where=given.where)
+    for rights in options.rights.split(","):
+        done = run_trial(rights, where=options.where)
         lines += done
         for line in done:
             if "refused" in line:
@@ -81,8 +85,8 @@ def main() -> None:
                 f"{rights:20} {level:11} {where:8} {passed}/{total}  {'; '.join(through)}",
                 flush=True,
             )
-    if given.json is not None:
-        given.json.write_text(json.dumps(lines, indent=1))
+    if options.json is not None:
+        options.json.write_text(json.dumps(lines, indent=1))
 
 
 if __name__ == "__main__":

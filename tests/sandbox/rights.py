@@ -85,7 +85,7 @@ def _contain() -> None:
     if os.geteuid() == 0:
         for number in set(range(64)) - _KEPT:
             _LIBC.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)
-    install_filter(b"".join(struct.pack("<HBBI", *one) for one in program))
+    install_filter(b"".join(struct.pack("<HBBI", *instruction) for instruction in program))
 
 
 def _open_closed_homes() -> None:

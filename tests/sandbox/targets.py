@@ -112,7 +112,7 @@ class Targets:
                 if (
                     path.is_socket()
                     or name in self.files
-                    or any(one.startswith(f"{name}/") for one in self.files)
+                    or any(file.startswith(f"{name}/") for file in self.files)
                 ):
                     continue
                 path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -136,12 +136,12 @@ class Targets:
             if name in self.names:
                 Path(self.names[name]).write_text(CANARY)
         if self._processes:
-            for index, one in enumerate((self.victim, self.expendable)):
-                if one[0].poll() is not None or (
+            for index, target in enumerate((self.victim, self.expendable)):
+                if target[0].poll() is not None or (
                     index == 0 and self._victim_state() != self._state
                 ):
-                    one[0].kill()
-                    one[0].wait()
+                    target[0].kill()
+                    target[0].wait()
                     fresh = self._victim()
                     if index == 0:
                         self.victim = fresh
@@ -171,7 +171,7 @@ class Targets:
             for path in (self.base / folder).rglob("*"):
                 name = str(path.relative_to(self.base))
                 known = name in self.files or any(
-                    one.startswith(f"{name}/") for one in self.files
+                    file.startswith(f"{name}/") for file in self.files
                 )
                 if not known and not path.is_socket() and not name.endswith("rewards.log"):
                     return f"{name} was made"
@@ -194,18 +194,18 @@ class Targets:
 
     def daemons(self) -> list[psutil.Process]:
         """What a probe has started that is still alive, wherever it is."""
-        found = []
+        alive = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.cmdline()[:1] == [f"{self.mark}-daemon"]:
-                    found.append(process)
-        return found
+                    alive.append(process)
+        return alive
 
     def close(self) -> None:
         self._closed = True
-        for one in (self.victim, self.expendable):
-            one[0].kill()
-            one[0].communicate()
+        for target in (self.victim, self.expendable):
+            target[0].kill()
+            target[0].communicate()
         for server in self._sockets:
             with suppress(OSError):
                 server.shutdown(socket.SHUT_RDWR)
@@ -293,9 +293,9 @@ class Targets:
     def _greet(self, server: socket.socket) -> None:
         while not self._closed:
             with suppress(OSError):
-                one, _ = server.accept()
-                with one:
-                    one.sendall(CANARY.encode())
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(CANARY.encode())
 
     def _note(self, server: socket.socket, name: str) -> None:
         while not self._closed:

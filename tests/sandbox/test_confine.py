@@ -89,12 +89,12 @@ def test_root_becomes_another_user_wholly_or_not_at_all(
 def test_a_container_leaves_one_right_to_read_what_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = []
+    reading_rights = []
     for rights, abi in ((ALL_RIGHTS, 2), (DOCKERS, 7), (DOCKERS, 2), (0, 7)):
         monkeypatch.setattr(confine, "capabilities", lambda rights=rights: rights)
         monkeypatch.setattr(confine, "landlock_abi", lambda abi=abi: abi)
-        found.append(confine._reading_right())
-    assert found == [CAP_DAC_READ_SEARCH, CAP_DAC_OVERRIDE, None, None]
+        reading_rights.append(confine._reading_right())
+    assert reading_rights == [CAP_DAC_READ_SEARCH, CAP_DAC_OVERRIDE, None, None]
 
 
 def bound(view: View, *python: Path) -> list[str]:
@@ -103,8 +103,8 @@ def bound(view: View, *python: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def bwrap(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = namespaces.find_bwrap() or Path("bwrap")
-    monkeypatch.setattr(namespaces, "find_bwrap", lambda: found)
+    program = namespaces.find_bwrap() or Path("bwrap")
+    monkeypatch.setattr(namespaces, "find_bwrap", lambda: program)
 
 
 def words_after(line: list[str], option: str) -> list[str]:

@@ -44,9 +44,11 @@ def test_a_level_is_refused_on_any_doubt() -> None:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict:
-    given: dict[Level, str | None] = {}
-    monkeypatch.setattr(level, "level_refusal", lambda one: given.get(one))
-    return given
+    refusals: dict[Level, str | None] = {}
+    monkeypatch.setattr(
+        level, "level_refusal", lambda sandbox_level: refusals.get(sandbox_level)
+    )
+    return refusals
 
 
 def test_auto_takes_the_strongest_and_says_what_was_tried(answers: dict) -> None:
@@ -92,8 +94,8 @@ def test_a_busy_machine_is_asked_again(
 ) -> None:
     tried: list[Level] = []
 
-    def answer_next(one: Level) -> str | None:
-        tried.append(one)
+    def answer_next(sandbox_level: Level) -> str | None:
+        tried.append(sandbox_level)
         reply = replies[len(tried) - 1]
         if isinstance(reply, OSError):
             raise reply
@@ -134,16 +136,25 @@ def test_the_way_out_fits_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--security-opt seccomp=unconfined" in remedy_for(NO_NAMESPACES)
 
 
-REAL = [one for one in (Level.NAMESPACES, Level.LANDLOCK) if level_refusal(one) is None]
+REAL = [
+    sandbox_level
+    for sandbox_level in (Level.NAMESPACES, Level.LANDLOCK)
+    if level_refusal(sandbox_level) is None
+]
 
 
 def test_this_machine_offers_a_level() -> None:
-    assert REAL, {one: level_refusal(one) for one in (Level.NAMESPACES, Level.LANDLOCK)}
+    assert REAL, {
+        sandbox_level: level_refusal(sandbox_level)
+        for sandbox_level in (Level.NAMESPACES, Level.LANDLOCK)
+    }
     assert choose_level("auto").level is REAL[0]
 
 
-@pytest.mark.parametrize("one", REAL)
-def test_an_inherited_environment_is_found(one: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sandbox_level", REAL)
+def test_an_inherited_environment_is_found(
+    sandbox_level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
     confined_launch = level.confined_launch
 
     def leaky(*arguments, **keywords):
@@ -151,7 +162,7 @@ def test_an_inherited_environment_is_found(one: Level, monkeypatch: pytest.Monke
         return launch._replace(environment={**os.environ, **launch.environment})
 
     monkeypatch.setattr(level, "confined_launch", leaky)
-    answer = self_test(one)
+    answer = self_test(sandbox_level)
     assert answer is not None and answer.startswith(
         "reached from inside: a variable of the environment"
     )
@@ -174,9 +185,9 @@ def test_an_open_tree_of_files_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     assert answer is not None and "a file of the user" in answer and "a socket file" in answer
 
 
-@pytest.mark.parametrize("one", REAL)
+@pytest.mark.parametrize("sandbox_level", REAL)
 def test_a_sandbox_in_which_python_cannot_start_is_refused(
-    one: Level, monkeypatch: pytest.MonkeyPatch
+    sandbox_level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     confined_launch = level.confined_launch
     monkeypatch.setattr(
@@ -184,17 +195,17 @@ def test_a_sandbox_in_which_python_cannot_start_is_refused(
         "confined_launch",
         lambda module, *a, **k: confined_launch("no.such.module", *a, **k),
     )
-    answer = self_test(one)
+    answer = self_test(sandbox_level)
     assert answer is not None and "No module named" in answer
 
 
-@pytest.mark.parametrize("one", REAL)
+@pytest.mark.parametrize("sandbox_level", REAL)
 def test_a_machine_whose_system_calls_are_not_known_is_named(
-    one: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sandbox_level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    answer = level_refusal.__wrapped__(one)
+    answer = level_refusal.__wrapped__(sandbox_level)
     assert (
         answer is not None
         and answer.startswith("the filter of system calls knows")

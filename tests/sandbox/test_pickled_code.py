@@ -62,8 +62,8 @@ def test_a_function_of_a_module_is_its_file_and_name(tmp_path: Path) -> None:
         [outside, "exact_answer", {"reward": outside, "weight": 0.5}, length],
         tmp_path / "rewards.py",
     )
-    own = f"{Path(__file__).resolve()}:outside"
-    assert named[:3] == [own, "exact_answer", {"reward": own, "weight": 0.5}]
+    reference = f"{Path(__file__).resolve()}:outside"
+    assert named[:3] == [reference, "exact_answer", {"reward": reference, "weight": 0.5}]
     assert named[3].endswith("builtin.py:length") and not (tmp_path / "rewards.py").exists()
 
 
@@ -96,12 +96,12 @@ def test_a_class_of_a_script_goes_with_what_it_uses(
     assert code_references([Scores], tmp_path / "env.py", kind="environment") == [
         f"{Path(__file__).resolve()}:Scores"
     ]
-    for given, said in (
+    for environment, said in (
         (Scores(), "the environment Scores is a Scores and no plain class"),
         (dict, "the environment dict"),
     ):
         with pytest.raises(RewardError, match=f"{said}.*give file.py:name"):
-            code_references([given], tmp_path / "env.py", kind="environment")
+            code_references([environment], tmp_path / "env.py", kind="environment")
 
 
 def closure() -> Callable[..., Any]:
@@ -150,15 +150,15 @@ def made(bonus: Any = 0.5, *, names: Any = (), **more: Any) -> Any:
         kept = """a
   b"""
         assert kept == text and floor(log.e) == 2 and inner(completions) is not None
-        return [half(len(one)) + least + len(unit[0]) for one in completions]
+        return [half(len(completion)) + least + len(unit[0]) for completion in completions]
 
-    inner = functools.partial(lambda function, given: function(given), outside)
+    inner = functools.partial(lambda function, completions: function(completions), outside)
     return score
 
 
 pair = (lambda completions: [1.0], lambda completions: [2.0])
 by_length = lambda completions, share=LOCK is not None: [  # noqa: E731
-    float(share) * len(one) for one in completions
+    float(share) * len(completion) for completion in completions
 ]
 
 
@@ -214,7 +214,10 @@ def loaded(name: str) -> Callable[..., Any]:
         (by_length, "reward", [2.0, 3.0]),
         (
             functools.partial(
-                lambda scale, completions: [scale * len(one) for one in completions], 3
+                lambda scale, completions: [
+                    scale * len(completion) for completion in completions
+                ],
+                3,
             ),
             "reward",
             [6, 9],
@@ -254,8 +257,8 @@ def test_a_function_that_no_name_finds_goes_with_what_it_holds(
 
 
 def test_functions_of_one_maker_are_two_rewards(tmp_path: Path) -> None:
-    given = [made(1.0), {"reward": made(2.0), "weight": 0.5}, outside]
-    first, second, third = code_references(given, tmp_path / "rewards.py")
+    rewards = [made(1.0), {"reward": made(2.0), "weight": 0.5}, outside]
+    first, second, third = code_references(rewards, tmp_path / "rewards.py")
     assert (first.rpartition(":")[2], second["reward"].rpartition(":")[2]) == (
         "wrapper",
         "wrapper_2",
@@ -305,13 +308,22 @@ def plain(text):
     file = tmp_path / "cells.py"
     file.write_text(cells)
     exec(compile(cells, str(file), "exec"), script)
-    given = {name: script[name] for name in ("mine", "loud", "both", "held")}
-    named = code_references(list(given.values()), tmp_path / "rewards.py")
-    assert [one.rpartition(":")[2] for one in named] == ["score", "loud", "both", "score_2"]
-    for one, (name, scores) in zip(
+    functions = {name: script[name] for name in ("mine", "loud", "both", "held")}
+    named = code_references(list(functions.values()), tmp_path / "rewards.py")
+    assert [file_and_name.rpartition(":")[2] for file_and_name in named] == [
+        "score",
+        "loud",
+        "both",
+        "score_2",
+    ]
+    for reference, (name, scores) in zip(
         named, {"mine": 5.0, "loud": 10.0, "both": 15.0, "held": 2.0}.items(), strict=True
     ):
-        assert loaded(one)(completions=["ab"]) == given[name](completions=["ab"]) == [scores]
+        assert (
+            loaded(reference)(completions=["ab"])
+            == functions[name](completions=["ab"])
+            == [scores]
+        )
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,7 @@ def test_a_killed_parent_leaves_nothing(bench: Bench, tmp_path: Path) -> None:
     line = [sys.executable, "-c", script, bench.level, str(tmp_path / "log")]
     parent = psutil.Popen(line, stderr=subprocess.DEVNULL)
     below = _wait_for(
-        lambda: [one for one in parent.children(recursive=True) if _is_program(one)]
+        lambda: [process for process in parent.children(recursive=True) if _is_program(process)]
     )
     everything = parent.children(recursive=True)
     parent.kill()
@@ -348,10 +348,10 @@ def _is_program(process: psutil.Process) -> bool:
         return False
 
 
-def _wait_for(found: Callable[[], list[Any]], within_s: float = 60.0) -> list[Any]:
+def _wait_for(find: Callable[[], list[Any]], within_s: float = 60.0) -> list[Any]:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
-        if result := found():
+        if result := find():
             return result
         time.sleep(0.1)
     raise AssertionError("it did not come")

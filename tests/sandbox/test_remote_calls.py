@@ -144,8 +144,8 @@ def test_less_common_data_too(call: Callable[..., Any], value: Any) -> None:
 
 def test_an_object_never_equals_a_value_of_the_tests(call: Callable[..., Any]) -> None:
     assert AlwaysEqual() == 5
-    found = call("always")
-    assert isinstance(found, Handle) and found != 5 and found != 5 and [found] != [5]
+    result = call("always")
+    assert isinstance(result, Handle) and result != 5 and result != 5 and [result] != [5]
     assert call("loud") == 3 and call("loud") != 4
 
 

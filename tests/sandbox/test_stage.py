@@ -260,9 +260,12 @@ print("ready", flush=True)
             process.terminate()
         process.communicate(timeout=120)
         deadline = time.monotonic() + 120
-        while any(one.is_running() for one in family) and time.monotonic() < deadline:
+        while (
+            any(descendant.is_running() for descendant in family)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
-        assert not [one for one in family if one.is_running()]
+        assert not [descendant for descendant in family if descendant.is_running()]
 
 
 def test_the_kernel_is_asked() -> None:
@@ -284,10 +287,10 @@ while True:
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.communicate(timeout=240)  # too many processes: the stage ends them by itself
     left = []
-    for one in psutil.process_iter(["cmdline", "status"]):
+    for running in psutil.process_iter(["cmdline", "status"]):
         if (
-            str(scratch) in " ".join(one.info["cmdline"] or [])
-            and one.info["status"] != psutil.STATUS_ZOMBIE
+            str(scratch) in " ".join(running.info["cmdline"] or [])
+            and running.info["status"] != psutil.STATUS_ZOMBIE
         ):
-            left.append(one)
+            left.append(running)
     assert left == []

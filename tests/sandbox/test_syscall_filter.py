@@ -62,8 +62,8 @@ def test_every_call_of_the_table_is_refused_and_no_other(
         assert number is not None and answer(
             program, number, architecture=architecture
         ) == refused(errno.EPERM)
-    others = {n[column] for table in TABLES for n in table.values()}
-    for number in set(range(470)) - others:
+    listed = {n[column] for table in TABLES for n in table.values()}
+    for number in set(range(470)) - listed:
         assert answer(program, number, architecture=architecture) == ALLOWED
 
 
@@ -152,8 +152,8 @@ def test_landlocks_gaps_are_closed_and_copying_a_file_seems_to_work() -> None:
 def test_the_numbers_are_the_kernels(file: str, column: int) -> None:
     if not Path(file).exists():
         pytest.skip("the kernel's headers are not installed")
-    found = re.findall(r"#define\s+__NR(?:3264)?_(\w+)\s+(\d+)", Path(file).read_text())
-    known = {name: int(number) for name, number in found}
+    definitions = re.findall(r"#define\s+__NR(?:3264)?_(\w+)\s+(\d+)", Path(file).read_text())
+    known = {name: int(number) for name, number in definitions}
     for table in TABLES:
         for name, numbers in table.items():
             if name in known and numbers[column] is not None:

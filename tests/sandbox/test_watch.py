@@ -72,8 +72,8 @@ if os.fork() == 0:
     print("ready", flush=True)
 time.sleep(60)
 """)
-    held = memory_of(below(process.pid), at_most=2**40)
-    assert 96 * MIB <= held <= 160 * MIB
+    held_bytes = memory_of(below(process.pid), at_most=2**40)
+    assert 96 * MIB <= held_bytes <= 160 * MIB
 
 
 def test_a_page_that_forks_share_counts_once_when_it_decides(start) -> None:

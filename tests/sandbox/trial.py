@@ -261,11 +261,11 @@ def main() -> None:
         help="break the sandbox in this way first, and try the probe that must find it",
     )
     parser.add_argument("--no-control", action="store_true")
-    given = parser.parse_args()
+    options = parser.parse_args()
     user_code.Limits = lambda memory: LIMITS  # type: ignore[attr-defined]
-    probes = [probe for probe in PROBES if given.only in probe.name]
+    probes = [probe for probe in PROBES if options.only in probe.name]
     for mutation in MUTATIONS:
-        if mutation.name == given.mutation:
+        if mutation.name == options.mutation:
             probes = [probe for probe in PROBES if probe.name == mutation.probe]
             mutation.make()
             # its self-test finds some of them
@@ -273,9 +273,9 @@ def main() -> None:
                 Level(wanted), {}
             )
     began = time.monotonic()
-    trial = Trial(given.rights, probes)
+    trial = Trial(options.rights, probes)
     try:
-        if given.no_control:
+        if options.no_control:
             trial.controls = {probe.name: True for probe in probes}
         else:
             trial.control()
@@ -283,20 +283,24 @@ def main() -> None:
             json.dumps({"controls": trial.controls, "seconds": time.monotonic() - began}),
             flush=True,
         )
-        for level in map(Level, given.levels.split(",")):
-            if given.mutation is None and (answer := level_refusal(level)) is not None:
+        for level in map(Level, options.levels.split(",")):
+            if options.mutation is None and (answer := level_refusal(level)) is not None:
                 print(
-                    json.dumps({"rights": given.rights, "level": level, "refused": answer}),
+                    json.dumps({"rights": options.rights, "level": level, "refused": answer}),
                     flush=True,
                 )
                 continue
-            for where in given.where.split(","):
+            for where in options.where.split(","):
                 began = time.monotonic()
                 attempt = trial.as_rewards if where == "worker" else trial.as_programs
                 for result in asyncio.run(attempt(level)):
                     print(json.dumps(asdict(result)), flush=True)
-                told: dict[str, Any] = {"rights": given.rights, "level": level, "where": where}
-                print(json.dumps({**told, "seconds": time.monotonic() - began}), flush=True)
+                labels: dict[str, Any] = {
+                    "rights": options.rights,
+                    "level": level,
+                    "where": where,
+                }
+                print(json.dumps({**labels, "seconds": time.monotonic() - began}), flush=True)
     finally:
         trial.targets.close()
 

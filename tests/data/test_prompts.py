@@ -192,9 +192,8 @@ def test_gsm8k_works_as_it_is() -> None:
     assert time.process_time() - begin < 10
     assert len(prompt_set.prompts) == 7473 and prompt_set.columns == ("answer",)
     assert all("#### " in prompt.columns["answer"] for prompt in prompt_set.prompts)
-    assert isinstance(prompt_set.prompts[0].content, str) and prompt_set.prompts[
-        0
-    ].content.startswith("Natalia sold clips")
+    question = prompt_set.prompts[0].content
+    assert isinstance(question, str) and question.startswith("Natalia sold clips")
 
 
 def test_real_preference_pairs_ask_with_what_is_before_the_last_answer() -> None:

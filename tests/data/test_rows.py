@@ -575,7 +575,7 @@ PAIRS: list[dict[str, Any]] = [
     {"prompt": [user("SAME")], "chosen": [user("SAME"), said("b")], "rejected": [user("SAME"), said("w")]},
     {"chosen": "\n\nHuman: SAME\n\nAssistant: b", "rejected": "\n\nHuman: SAME\n\nAssistant: w"},
 ]  # fmt: skip
-ASKED = (
+QUESTION_KEYS = (
     *("prompt", "question", "problem", "instruction", "input", "context", "query", "text"),
     *("question_content", "starter_code", "system", "system_prompt", "history"),
 )
@@ -728,7 +728,7 @@ def test_no_text_of_a_thousand_mixed_rows_disappears_or_changes_place(
             for name, value in row.items() if made else ():
                 lost = marks_in(value) - kept
                 assert not lost or name in unused, (name, row, made, dataset.reading)
-                if name in ASKED and name not in unused and not is_whole:
+                if name in QUESTION_KEYS and name not in unused and not is_whole:
                     assert marks_in(value) <= prompt_marks | answer_marks(row), (
                         name,
                         row,

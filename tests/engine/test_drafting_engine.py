@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def nearly(model: Path, folder: Path) -> Path:
-    """A model that mostly says the same, as one that was trained to draft for it would."""
+    """A model with mostly the same predictions, as one trained to draft for it has."""
     shutil.copytree(model, folder)
     loaded = AutoModelForCausalLM.from_pretrained(model)
     torch.manual_seed(0)

@@ -91,7 +91,7 @@ def send(
         folder, version, {name: tensor_sums(tensor) for name, tensor in tensors.items()}
     )
 
-    async def asked(socket: Path) -> list[Completion]:
+    async def completions_of(socket: Path) -> list[Completion]:
         engine = VllmEngine(socket.stem, socket, SAMPLING, request_timeout_s=60)
         try:
             await engine.load_weights(folder, version)
@@ -102,7 +102,7 @@ def send(
             await engine.close()
 
     async def all_asked() -> list[list[Completion]]:
-        return [await asked(socket) for socket in sockets]
+        return [await completions_of(socket) for socket in sockets]
 
     return asyncio.run(all_asked())
 

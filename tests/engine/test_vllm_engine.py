@@ -233,7 +233,7 @@ async def hangs_up(path: str) -> tuple[int, bytes]:
 
 
 def healthy(answer: Answer) -> Answer:
-    """A server that answers so, and says that it is well."""
+    """A server with these answers whose health check passes."""
 
     async def answers(path: str) -> tuple[int, bytes]:
         return (200, b"") if path == "/health" else await answer(path)

@@ -198,7 +198,7 @@ def test_the_largest_number_draws_the_last_token_that_has_a_share() -> None:
 
 @pytest.fixture
 def norm() -> Iterator[Any]:
-    """The operation as a worker chooses it; importing the patches has let the kernel in."""
+    """The operation as a worker chooses it; the patches allow the C kernel."""
     op = ir.ops.fused_add_rms_norm
     priority = op.get_priority()
     op.set_default(["native"])

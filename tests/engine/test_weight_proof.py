@@ -42,8 +42,8 @@ def whole(*rows: int) -> list[Part]:
     return [Part(num, num) for num in rows]
 
 
-def held(tensors: dict[str, torch.Tensor]) -> list[Piece]:
-    """As an engine keeps and tells them: q, k and v in one matrix."""
+def engine_pieces(tensors: dict[str, torch.Tensor]) -> list[Piece]:
+    """Return the pieces that an engine reports: it keeps q, k and v in one matrix."""
     merged = torch.cat([tensors[Q], tensors[K], tensors[V]])
     separate = [piece(name, tensors[name]) for name in (O_PROJ, NEXT, NORM)]
     return [*pieces_of([Q, K, V], part_sums(merged, whole(48, 16, 16))), *separate]
@@ -51,7 +51,7 @@ def held(tensors: dict[str, torch.Tensor]) -> list[Piece]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_was_sent_is_verified(dtype: torch.dtype) -> None:
-    assert check_read_back(sums_of(made(dtype)), held(made(dtype))) == 1.0
+    assert check_read_back(sums_of(made(dtype)), engine_pieces(made(dtype))) == 1.0
 
 
 def swapped(
@@ -102,7 +102,7 @@ def test_the_same_numbers_at_other_places_are_not_the_trainers(
         SyncError,
         match=f"^{len(named)} of 6 tensors are not the trainer's .*{sorted(named)[0]}",
     ):
-        check_read_back(sums_of(tensors), held(wrong(tensors)))
+        check_read_back(sums_of(tensors), engine_pieces(wrong(tensors)))
 
 
 def test_q_k_and_v_in_another_order_are_seen_where_their_sizes_are_equal() -> None:
@@ -233,7 +233,7 @@ def test_one_verified_tensor_does_not_speak_for_the_others() -> None:
 def test_the_share_is_the_lesser_one_of_tensors_and_of_bytes() -> None:
     tensors = made()
     sent = sums_of(tensors)
-    pieces = [entry for entry in held(tensors) if entry[0] != NORM]
+    pieces = [entry for entry in engine_pieces(tensors) if entry[0] != NORM]
     with pytest.raises(
         SyncError,
         match=r"5 of 6 tensors \(99\.3% of the bytes\).* take --engine transformers$",
@@ -254,4 +254,4 @@ def test_merged_parts_of_unknown_sizes_and_words_of_another_width_verify_nothing
 def test_a_wrong_tensor_is_refused_whatever_share_is_accepted() -> None:
     tensors = made()
     with pytest.raises(SyncError, match="2 of 6 tensors"):
-        check_read_back(sums_of(tensors), held(swapped(K, V)(tensors)), at_least=0.0)
+        check_read_back(sums_of(tensors), engine_pieces(swapped(K, V)(tensors)), at_least=0.0)

@@ -13,7 +13,7 @@ from ycore.flow.flow_math import SamplingPath, draw, grpo_loss, sde_step, time_g
 from ycore.flow.picture_rounds import FlowPolicy
 
 
-def asked(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def velocity_inputs(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(number, 1, 4, 4, generator=generator)
     return x, torch.rand(number, generator=generator), torch.arange(number) % 3
@@ -22,11 +22,11 @@ def asked(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_a_policy_keeps_the_first_weights_as_its_reference(tiny_model: Path) -> None:
     policy = FlowPolicy(FlowFolder(tiny_model))
     with torch.no_grad():
-        before = policy.velocity(*asked(6))
+        before = policy.velocity(*velocity_inputs(6))
         for weight in policy.trained.values():
             weight.add_(0.05)
-        assert not torch.allclose(policy.velocity(*asked(6)), before)
-        assert torch.equal(policy.velocity(*asked(6), policy.reference), before)
+        assert not torch.allclose(policy.velocity(*velocity_inputs(6)), before)
+        assert torch.equal(policy.velocity(*velocity_inputs(6), policy.reference), before)
 
 
 def test_a_saved_policy_is_a_whole_model_that_draws_the_same(
@@ -38,7 +38,9 @@ def test_a_saved_policy_is_a_whole_model_that_draws_the_same(
             weight.add_(0.05)
         policy.save(tmp_path)
         again = FlowPolicy(FlowFolder(tmp_path))
-        assert torch.allclose(again.velocity(*asked(6)), policy.velocity(*asked(6)), atol=1e-6)
+        assert torch.allclose(
+            again.velocity(*velocity_inputs(6)), policy.velocity(*velocity_inputs(6)), atol=1e-6
+        )
 
 
 def test_the_ratio_of_the_first_pass_is_one_in_other_batches_and_not_with_half_the_digits(
@@ -124,4 +126,4 @@ def test_a_network_of_convolutions_is_a_policy_too(tmp_path: Path) -> None:
     network.save_pretrained(tmp_path / "unet")
     diffusers.FlowMatchEulerDiscreteScheduler().save_pretrained(tmp_path / "scheduler")
     folder = FlowFolder(tmp_path)
-    assert FlowPolicy(folder).velocity(*asked(4)).shape == (4, 1, 4, 4)
+    assert FlowPolicy(folder).velocity(*velocity_inputs(4)).shape == (4, 1, 4, 4)

@@ -259,7 +259,7 @@ def sync(folder: Path) -> str:
     shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else folder
     target = shared / f"ycore-{RunFolder(folder).run_id}"
 
-    def each(work: Callable[[torch.Tensor], object]) -> Callable[[], object]:
+    def for_each_weight(work: Callable[[torch.Tensor], object]) -> Callable[[], object]:
         return lambda: [
             work(weight) for _, weight in engine_weights(policy, dtype=torch.bfloat16)
         ]
@@ -285,9 +285,9 @@ def sync(folder: Path) -> str:
             )
 
     stages = {
-        "merged and cast": each(lambda weight: None),
-        "and summed": each(tensor_sums),
-        "and copied to the host": each(copy),
+        "merged and cast": for_each_weight(lambda weight: None),
+        "and summed": for_each_weight(tensor_sums),
+        "and copied to the host": for_each_weight(copy),
         "all, with four files written": lambda: write_weights(
             policy, target, dtype=torch.bfloat16, version=1
         ),

@@ -147,7 +147,7 @@ VERDICTS = {
 }
 OWN = [{"role": "user", "content": "{how_to_answer}\n{completion}"}]
 PAIR = [{"role": "user", "content": "{how_to_answer}\n{first}\n{second}"}]
-ASKED: dict[str, dict[str, object]] = {
+QUESTION_FORMS: dict[str, dict[str, object]] = {
     "as it comes": {},
     "without marks": {"fence": False},
     "in the user's words": {"messages": OWN, "rubric": "", "fence": False},
@@ -221,10 +221,10 @@ def test_there_are_a_hundred_different_ones() -> None:
 
 
 @pytest.mark.parametrize("verdict", VERDICTS)
-@pytest.mark.parametrize("question_form", ASKED)
+@pytest.mark.parametrize("question_form", QUESTION_FORMS)
 def test_no_attempt_is_rewarded(verdict: str, question_form: str) -> None:
     declared, honest = VERDICTS[verdict]
-    judge = make_judge(verdict=declared, **ASKED[question_form])
+    judge = make_judge(verdict=declared, **QUESTION_FORMS[question_form])
     questioner = Questioner(judge, SPECIAL)
     rewarded, judged = [], 0
     for (name, script), attempt in product(JUDGES.items(), ATTEMPTS):
@@ -267,12 +267,12 @@ def split(text: str, mark: str) -> tuple[str, str, str]:
     return before, inside, after
 
 
-@pytest.mark.parametrize("question_form", ASKED)
+@pytest.mark.parametrize("question_form", QUESTION_FORMS)
 def test_no_attempt_wins_a_pair_by_labels(question_form: str) -> None:
     """The closest form to a label: the answer that is to win begins and ends with its own letter."""
     changes = {
-        **ASKED[question_form],
-        **({"messages": PAIR} if "messages" in ASKED[question_form] else {}),
+        **QUESTION_FORMS[question_form],
+        **({"messages": PAIR} if "messages" in QUESTION_FORMS[question_form] else {}),
     }
     judge = make_judge(
         mode="pairwise", verdict={"kind": "labels", "labels": {"A": 1, "B": 0}}, **changes

@@ -266,7 +266,7 @@ def test_queue_depths_are_told_while_the_round_goes_on(
     monkeypatch.setattr("ycore.placement.service._REPORT_EVERY_S", 0.02)
     path = tmp_path / "trace.json"
 
-    def told() -> list[Levels | Mark]:
+    def traced_levels() -> list[Levels | Mark]:
         events = map(parse_event, path.read_text().splitlines())
         return [event for event in events if isinstance(event, Levels | Mark)]
 
@@ -276,9 +276,9 @@ def test_queue_depths_are_told_while_the_round_goes_on(
         async with slots.round():
             turns = [asyncio.create_task(Log(slots).turn(ROLLOUT, 0.3)) for _ in range(5)]
             await asyncio.sleep(0)
-            while len(told()) < 4:
+            while len(traced_levels()) < 4:
                 await asyncio.sleep(0.01)
-            meanwhile = told()
+            meanwhile = traced_levels()
             await asyncio.gather(*turns)
         await slots.end_round(list)
         return meanwhile
@@ -293,7 +293,7 @@ def test_queue_depths_are_told_while_the_round_goes_on(
         "judge 1": 0,
     }
     assert set(flying.oldest_s) == {"rollout 0"} and flying.rank == 3
-    last = told()[-1]
+    last = traced_levels()[-1]
     assert isinstance(last, Levels) and set(last.values.values()) == {0} and not last.oldest_s
 
 

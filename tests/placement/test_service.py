@@ -32,7 +32,7 @@ def socket() -> Iterator[Path]:
 def start(socket: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[bytes]] = []
 
-    def one(num_ranks: int) -> subprocess.Popen[bytes]:
+    def start(num_ranks: int) -> subprocess.Popen[bytes]:
         started.append(
             subprocess.Popen(
                 [sys.executable, "-m", "ycore.placement.service", str(socket), str(num_ranks)]
@@ -40,7 +40,7 @@ def start(socket: Path) -> Iterator[Start]:
         )
         return started[-1]
 
-    yield one
+    yield start
     for process in started:
         process.kill()
         process.wait()
@@ -72,13 +72,13 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def turns(slots: Slots, role: str, count: int, seconds: float = 0.01) -> set[int]:
-    async def one() -> int:
+    async def take_turn() -> int:
         async with slots.turn(role) as slot:
             await asyncio.sleep(seconds)
             slot.num_tokens = 5
             return int(slot)
 
-    return set(await asyncio.gather(*(one() for _ in range(count))))
+    return set(await asyncio.gather(*(take_turn() for _ in range(count))))
 
 
 def test_every_rank_asks_every_slot_and_they_learn_as_one(
@@ -154,7 +154,7 @@ def test_what_was_learned_comes_back(socket: Path, start: Start) -> None:
     assert again["work"][ROLLOUT][0] == 3.0 and again["work"][ROLLOUT] != first["work"][ROLLOUT]
 
 
-def test_when_the_allocator_dies_whoever_waits_and_whoever_asks_hears_it(
+def test_waiting_and_new_requests_fail_when_the_allocator_dies(
     socket: Path, start: Start
 ) -> None:
     async def work() -> None:

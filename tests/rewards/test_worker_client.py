@@ -229,7 +229,7 @@ def pool_of(
     )
 
 
-def asked(pool: RewardPool, *groups: list[str]) -> list[list[list[Score]]]:
+def scores_of(pool: RewardPool, *groups: list[str]) -> list[list[list[Score]]]:
     async def run() -> list[list[list[Score]]]:
         async with asyncio.timeout(400), pool:
             return [
@@ -250,15 +250,15 @@ def test_what_a_reward_must_not_do_it_cannot(folder: Path, level: str) -> None:
     control = outside(folder, "attempts")
     assert all(outcome is True for outcome in control.values()), control
     (folder / "written").unlink()
-    ((score,),) = asked(pool_of(RewardConfig(reward="theirs.py:attempts"), level=level), ["a"])[
-        0
-    ]
+    ((score,),) = scores_of(
+        pool_of(RewardConfig(reward="theirs.py:attempts"), level=level), ["a"]
+    )[0]
     assert score.problem is not None
     got = score.problem.rpartition("|")[2]
     through = [name for name, result in zip(control, got, strict=True) if result != "0"]
     assert through == (
         ["lists the run"] if level == "landlock" else []
-    )  # names are what that level does not hide
+    )  # that level does not hide names
     assert not (folder / "written").exists()
 
 
@@ -269,7 +269,7 @@ def test_honest_rewards_work(folder: Path, level: str) -> None:
         text = text.replace('    "multiprocessing": multiprocessing_pool,\n', "")
     (folder / "theirs.py").write_text(text)
     assert all(outcome is True for outcome in outside(folder, "honest").values())
-    scores = asked(pool_of(RewardConfig(reward="theirs.py:honest"), level=level), ["a"])
+    scores = scores_of(pool_of(RewardConfig(reward="theirs.py:honest"), level=level), ["a"])
     assert scores == [[[Score(1.0)]]], (folder / "runs/one/rewards.log").read_text()
 
 
@@ -324,7 +324,7 @@ def test_a_reward_sees_the_network_or_more_files_where_the_recipe_says_so(folder
     )
     readable = RewardConfig(reward="more.py:more", sandbox=RewardSandbox(read=[str(elsewhere)]))
     hidden = RewardConfig(reward="more.py:more")
-    ((scores,),) = asked(pool_of(opened, closed, readable, hidden), ["a"])
+    ((scores,),) = scores_of(pool_of(opened, closed, readable, hidden), ["a"])
     assert [score.value for score in scores] == [1.0, None, 1.0, None]
 
 

@@ -183,7 +183,7 @@ def test_no_token_is_written_as_text_and_read_again(
             tokenizer.encode(tokenizer.decode(last), add_special_tokens=False) != last
         )
     assert would_change > 100, (
-        "the check has teeth: these tokens are others when they are read again"
+        "these tokens are others when they are read again, so the check can fail"
     )
 
 

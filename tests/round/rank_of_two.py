@@ -109,7 +109,7 @@ def make_rounds(
     return rounds
 
 
-def told(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def summary_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return [
         {"position": g.draw.position, "row": g.draw.prompt.row, "tokens": g.num_tokens}
         for g in groups
@@ -132,7 +132,7 @@ def a_round(peers: Peers, folder: Path, **settings: Any) -> dict[str, Any]:
     finally:
         rounds.close()
     return {
-        "groups": told(groups),
+        "groups": summary_of(groups),
         "metrics": metrics,
         "drawn": state["draws"]["cursor"],
         "state": state,
@@ -157,7 +157,7 @@ def slow_and_fast(peers: Peers, folder: Path) -> dict[str, Any]:
         groups = rounds.next_round(step=0, num_groups=6)
     finally:
         rounds.close()
-    return {"groups": told(groups), "drawn": rounds.draws.cursor}
+    return {"groups": summary_of(groups), "drawn": rounds.draws.cursor}
 
 
 def exchange(peers: Peers, folder: Path) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def exchange(peers: Peers, folder: Path) -> dict[str, Any]:
     finally:
         rounds.close()
     return {
-        "groups": told(first),
+        "groups": summary_of(first),
         "sent": peers.bytes_sent,
         "empty": len(summaries),
         "sums": sums,
@@ -207,7 +207,7 @@ def ahead(peers: Peers, folder: Path) -> dict[str, Any]:
             groups = rounds.next_round(step=step, num_groups=4)
             seen.append(
                 {
-                    "groups": told(groups),
+                    "groups": summary_of(groups),
                     "version": max(g.completions[0].policy_version for g in groups),
                 }
             )
@@ -235,7 +235,7 @@ def carried(peers: Peers, folder: Path) -> dict[str, Any]:
         max_tries=8,
     )
     try:
-        seen = [told(rounds.next_round(step=step, num_groups=2)) for step in range(5)]
+        seen = [summary_of(rounds.next_round(step=step, num_groups=2)) for step in range(5)]
     finally:
         rounds.close()
     return {"steps": seen, **not_trained_on(rounds)}
@@ -255,7 +255,7 @@ def stream(peers: Peers, folder: Path) -> dict[str, Any]:
     try:
         for step in range(12):
             groups = rounds.next_round(step=step, num_groups=2)
-            seen.append(told(groups))
+            seen.append(summary_of(groups))
             versions += [
                 [step, list(completion.versions), list(completion.token_ids)]
                 for group in groups

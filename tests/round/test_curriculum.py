@@ -19,7 +19,7 @@ from ycore.round.sampling import (
 from ycore.types import Prompt
 
 LEAST = 0.1
-TOLD = st.lists(
+SCORED_GROUPS = st.lists(
     st.tuples(st.integers(0, 9), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 1.0])),
     max_size=40,
 )
@@ -88,7 +88,7 @@ def test_a_prompt_may_be_dropped_at_a_share_of_the_best_and_no_other_come_less_o
     )
 
 
-@given(TOLD, TOLD)
+@given(SCORED_GROUPS, SCORED_GROUPS)
 def test_a_state_gives_the_memory_back(first: list, second: list) -> None:  # type: ignore[type-arg]
     order, again = Curriculum(seed=1), Curriculum(seed=1)
     order.learn(first)
@@ -100,7 +100,7 @@ def test_a_state_gives_the_memory_back(first: list, second: list) -> None:  # ty
     ]
 
 
-@given(st.integers(1, 4), TOLD)
+@given(st.integers(1, 4), SCORED_GROUPS)
 def test_ranks_together_draw_what_one_would(world: int, learned: list) -> None:  # type: ignore[type-arg]
     def draws(shard: Shard) -> DrawSource:
         order = Curriculum(seed=2)

@@ -457,7 +457,7 @@ RESOURCES = [
         return hold(3 * t.memory, lambda size: touched(mmap.mmap(-1, size), size))
     """),
     probe("three times the memory, over children", "resources", """
-        def held():
+        def hold_half():
             block = b"x" * t.memory_half
             time.sleep(1.0)
             os._exit(0)
@@ -465,7 +465,7 @@ RESOURCES = [
         for _ in range(6):
             children.append(os.fork())
             if children[-1] == 0:
-                held()
+                hold_half()
         return all(os.waitpid(child, 0)[1] == 0 for child in children)
     """),
     probe("three times the memory, in memfd", "resources", """

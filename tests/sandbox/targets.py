@@ -100,8 +100,8 @@ class Targets:
         ):
             self.names[name.replace("-", "_")] = f"{base}/project/data/{name}"
 
-    def told(self) -> dict[str, Any]:
-        """What a probe is told, as JSON values."""
+    def for_probes(self) -> dict[str, Any]:
+        """Return what a probe is given, as JSON values."""
         return {**self.names, "expendable": self.expendable[0].pid}
 
     def reset(self) -> None:

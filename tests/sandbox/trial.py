@@ -150,7 +150,7 @@ class Trial:
             self.targets.reset()
 
     def text(self, probe: Probe) -> str:
-        return json.dumps([self.targets.told(), textwrap.indent(probe.code, "    ")])
+        return json.dumps([self.targets.for_probes(), textwrap.indent(probe.code, "    ")])
 
     async def as_rewards(self, level: Level) -> Iterator[Result]:
         """The probes in the worker of a run that has this reward file."""

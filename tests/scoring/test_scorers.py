@@ -430,7 +430,7 @@ def test_a_teacher_at_an_address_reads_as_the_policy_or_is_refused_before_anythi
         with pytest.raises(ConfigError, match=message):
             planned(config(address), tmp_path, fetch=Path)
     with pytest.raises(ConfigError, match="gives no tokens to compare with the policy's"):
-        check_scorers(config(address), [], engine=VLLM)  # nobody is there any more
+        check_scorers(config(address), [], engine=VLLM)  # the server has ended
 
 
 @pytest.mark.parametrize(

@@ -356,13 +356,13 @@ def test_calls_take_turns_over_the_slots() -> None:
     assert [len(engine.asked) for engine in engines] == [2, 2]
 
 
-def shown(text: str) -> tuple[str, str]:
+def answers_in(text: str) -> tuple[str, str]:
     first, _, second = text.partition("First answer:\n")[2].partition("\n\nSecond answer:\n")
     return first, second.partition("\n\nEnd with")[0]
 
 
 def longer_is_better(text: str) -> str:
-    first, second = shown(text)
+    first, second = answers_in(text)
     return f"<score>{10 if len(first) > len(second) else 0 if len(first) < len(second) else 5}</score>"
 
 
@@ -378,7 +378,7 @@ def test_siblings_are_compared_in_both_orders() -> None:
     assert values(rows) == [0.5, 0.0, 1.0]
     assert (
         len(engine.asked) == 6
-        and len({frozenset(shown(text)) for text, _, _ in engine.asked}) == 3
+        and len({frozenset(answers_in(text)) for text, _, _ in engine.asked}) == 3
     )
     assert meter.metrics(meter.take())["ycore/judge/position_bias"] == 0
 
@@ -395,7 +395,7 @@ def test_a_judge_that_follows_the_place_prefers_nobody_and_is_counted() -> None:
 
 def test_a_pair_that_cannot_be_read_costs_that_pair_only() -> None:
     engine = ScriptedJudge(
-        "judge-0", lambda text: "hm" if "aaa" in shown(text) else longer_is_better(text)
+        "judge-0", lambda text: "hm" if "aaa" in answers_in(text) else longer_is_better(text)
     )
     rows = run(
         scores_of(

@@ -107,7 +107,7 @@ def make(place: Path, model: Path, trl: dict[str, Any], **settings: Any) -> RunF
         "lora": {
             "r": 4,
             "dropout": 0.2,
-        },  # dropout draws in training: without the generators the curves part at once
+        },  # dropout draws in training: without the generators the curves differ from the first step on
         "engine": {"kind": "transformers"},
         "reward_workers": {"workers": 1},
         "trl": {"learning_rate": 1e-2, **trl},

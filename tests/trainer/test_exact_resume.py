@@ -136,7 +136,7 @@ def words(
         "--learning-rate": 1e-3,
         "--per-device-train-batch-size": 4,
     }
-    # Dropout draws random numbers in training: without the generators restored the curves part at once.
+    # Dropout draws random numbers in training: without the generators restored the curves differ from the first step on.
     sets = ["lora.dropout=0.2", "dtype=float32", "checkpoint_every=2", "sampling.dynamic=false"]
     # The checkpoint that a killed run of PPO goes on from lies in the critic's warm-up: the policy has no moments yet.
     sets += ["critic.warmup_steps=3"] if algorithm == "ppo" else []

@@ -101,7 +101,7 @@ def merge() -> None:
         try:
             tensor_sums(weight)
         except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode:
-            continue  # the sum is there, and only its value is not
+            continue  # the sum exists, without a value
         raise AssertionError("a sum without a value was given")
 
 

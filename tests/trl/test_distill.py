@@ -365,7 +365,7 @@ def test_a_teacher_whose_attention_cannot_be_packed_is_refused(
 ) -> None:
     monkeypatch.setattr(
         distill, "path_of", lambda teacher: None
-    )  # one with sliding windows, say
+    )  # for example one with sliding windows
     with pytest.raises(
         ConfigError, match=r"cannot both be packed; leave distill\.divergence out"
     ):

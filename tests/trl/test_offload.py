@@ -98,7 +98,7 @@ class Zero:
 
 
 class DeepSpeedEngine:
-    """What is asked of DeepSpeed's engine, written down."""
+    """Record the calls to DeepSpeed's engine."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ ROW: dict[str, Any] = {
 }
 
 
-def shown(view: RunView, *, width: int = 80) -> str:
+def rendered(view: RunView, *, width: int = 80) -> str:
     console = Console(record=True, width=width, file=io.StringIO())
     console.print(view)
     return console.export_text()
@@ -52,9 +52,9 @@ def scene(
 
 def test_a_run_that_goes_on_shows_the_step_that_it_goes_on_from() -> None:
     view = RunView(10, look=lambda: scene(1), first_step=2)
-    assert "step 2/10" in shown(view)
+    assert "step 2/10" in rendered(view)
     view.add(ROW)
-    assert "step 3/10" in shown(view)
+    assert "step 3/10" in rendered(view)
 
 
 def test_a_row_is_told_in_full() -> None:
@@ -63,7 +63,7 @@ def test_a_row_is_told_in_full() -> None:
     view.add(
         {**ROW, "ycore/reward_problems": {"raised KeyError": 3}, "ycore/reward_restarts": 2.0}
     )
-    text = shown(view)
+    text = rendered(view)
     assert "2 reward workers started again" in text
     assert restarted_workers({"ycore/reward_restarts": 0.5}) == "1 reward worker started again"
     for part in (
@@ -81,9 +81,9 @@ def test_a_row_is_told_in_full() -> None:
 def test_what_a_row_has_not_is_not_shown() -> None:
     view = RunView(None, unit="prompt")
     view.add({"step": 1, "reward": None})
-    assert shown(view).split() == ["prompt", "1"]
+    assert rendered(view).split() == ["prompt", "1"]
     view.add({"train_loss": 1.0})
-    assert shown(view).split() == ["prompt", "1"]
+    assert rendered(view).split() == ["prompt", "1"]
 
 
 HOSTILE = "raised ValueError: no number in '[/INST] 7' \x1b[2J :boom:\nand [bold]more"
@@ -94,14 +94,14 @@ def test_what_a_reward_wrote_is_shown_as_it_is() -> None:
     view.add({**ROW, "ycore/reward_problems": {HOSTILE: 1}})
     assert (
         r"1 x raised ValueError: no number in '[/INST] 7' \x1b[2J :boom:\nand [bold]more"
-        in shown(view, width=200)
+        in rendered(view, width=200)
     )
 
 
 def test_slots_have_a_line_each_under_what_the_step_waits_for() -> None:
     view = RunView(10, look=lambda: scene(2))
     view.add(ROW)
-    lines = [line.rstrip() for line in shown(view).splitlines()]
+    lines = [line.rstrip() for line in rendered(view).splitlines()]
     at = next(place for place, line in enumerate(lines) if line.startswith("now"))
     assert lines[at:] == [
         "now     generating, judging for 29 s, 30 s into the step",
@@ -114,11 +114,11 @@ def test_slots_have_a_line_each_under_what_the_step_waits_for() -> None:
 def test_the_first_round_is_seen_before_the_first_row() -> None:
     assert not RunView(10).has_begun
     view = RunView(10, look=lambda: scene(1))
-    assert view.has_begun and "step 0/10" in shown(view) and "slot 0" in shown(view)
+    assert view.has_begun and "step 0/10" in rendered(view) and "slot 0" in rendered(view)
 
 
 def test_past_eight_slots_the_rest_is_counted() -> None:
-    lines = shown(RunView(10, look=lambda: scene(64))).splitlines()
+    lines = rendered(RunView(10, look=lambda: scene(64))).splitlines()
     assert len([line for line in lines if line.startswith("slot ")]) == 8
     assert lines[-1].split() == ["and", "56", "more"]
 
@@ -128,7 +128,7 @@ def test_a_run_without_slots_has_no_lines_for_them() -> None:
         10, look=lambda: Scene(Activity(), 1030.0, False, step_began=1000.0, step_ended=None)
     )
     view.add({"step": 1, "loss": 2.5})
-    assert [line.split()[0] for line in shown(view).splitlines()] == ["step", "loss", "now"]
+    assert [line.split()[0] for line in rendered(view).splitlines()] == ["step", "loss", "now"]
 
 
 def test_an_evaluation_of_held_out_rows_is_shown_beside_the_loss() -> None:
@@ -143,7 +143,7 @@ def test_an_evaluation_of_held_out_rows_is_shown_beside_the_loss() -> None:
             "ycore/time/eval": 1.0,
         }
     )
-    lines = [line.strip().split(maxsplit=1) for line in shown(view).splitlines()]
+    lines = [line.strip().split(maxsplit=1) for line in rendered(view).splitlines()]
     assert lines[1] == ["loss", "2.250  first 2.500"], (
         "the last step's, which the evaluation is not"
     )
@@ -151,7 +151,7 @@ def test_an_evaluation_of_held_out_rows_is_shown_beside_the_loss() -> None:
 
 
 def test_a_run_that_is_over_waits_for_nothing() -> None:
-    text = shown(RunView(10, look=lambda: scene(1, is_over=True)))
+    text = rendered(RunView(10, look=lambda: scene(1, is_over=True)))
     assert "now" not in text and "queues" not in text and "slot 0" not in text
 
 
@@ -161,9 +161,9 @@ def test_it_never_shrinks_while_the_run_goes_on() -> None:
     view = RunView(10, look=lambda: now)
     view.add({**ROW, "ycore/reward_problems": {"raised KeyError": 3}})
     heights = {
-        shown(view)
+        rendered(view)
         .splitlines()
-        .index(next(line for line in shown(view).splitlines() if "slot 2" in line))
+        .index(next(line for line in rendered(view).splitlines() if "slot 2" in line))
     }
     for moment in (
         now._replace(step_ended=1020.0),
@@ -172,7 +172,7 @@ def test_it_never_shrinks_while_the_run_goes_on() -> None:
     ):
         now = moment
         view.add({**ROW, "step": 4})
-        lines = shown(view).splitlines()
+        lines = rendered(view).splitlines()
         heights.add(lines.index(next(line for line in lines if "slot 2" in line)))
     assert len(heights) == 1
 
@@ -186,13 +186,13 @@ def test_it_fits_and_marks_what_it_cuts(width: int, num_ranks: int) -> None:
     view = RunView(1000, look=lambda: scene(12, num_ranks=num_ranks))
     for step in range(1, 200):
         view.add({**ROW, "step": step, "ycore/reward": step / 200, "ycore/eval/reward": 0.5})
-    text = shown(view, width=width)
+    text = rendered(view, width=width)
     assert max(map(len, text.splitlines())) <= width
     assert width < 80 or "…" not in text
     words = set(text.split())
     assert words >= LABELS and "held out" in text
     assert "slot 7" in text and f"and {12 * num_ranks - 8} more" in text
-    whole = {word.rstrip(",") for word in shown(view, width=200).split()}
+    whole = {word.rstrip(",") for word in rendered(view, width=200).split()}
     drawn = set("━─")
     assert all(
         word.rstrip(",") in whole or set(word) <= drawn or word.endswith("…") for word in words

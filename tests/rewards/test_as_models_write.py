@@ -462,3 +462,53 @@ def test_a_continuation_may_have_lost_its_first_indentation() -> None:
 def test_a_small_number_may_be_printed_without_an_exponent() -> None:
     assert same_output(b"0.00001", "1e-05\n", 1e-6)
     assert not same_output(b"0.1", "1e-05\n", 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("everything but B", "B", 0),
+        ("It is anything but Paris", "Paris", 0),
+        ("It is nothing but Paris", "Paris", 1),
+        (r"\boxed{\textbf{(B)}\ 12}", "B", 1),
+        (r"\boxed{\textbf{(B) }12}", "B", 1),
+        (r"\boxed{\textbf{(B) }12}", "12", 1),
+        ("B is correct.", "B", 1),
+        ("Of the four, only option (B) is the correct answer.", "B", 1),
+        ("B is not correct.", "B", 0),
+        ("A, B is correct.", "B", 0),
+        ("A or B is correct.", "B", 0),
+        ("\u20ac5", "$5", 0),
+        ("5 \u20ac", "$5", 0),
+        ("5 \u20ac", "5 euros", 1),
+        ("\u20ac5", "5 \u20ac", 1),
+        ("$5$", "\u20ac5", 1),
+        ("5\u00a2", "5 cents", 1),
+        ("\uffe55", "\u00a55", 1),
+    ],
+)
+def test_exceptions_choices_and_currencies(completion: str, answer: str, expected: int) -> None:
+    assert score("exact_answer", completion, answer=answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("It lies between 5 and 6.", "6", 0),
+        ("It lies between 5 and 6, so 6", "6", 1),
+        (r"\boxed{6} or \boxed{7}", "7", 0),
+        (r"$\boxed{6}$ or $\boxed{7}$", "7", 0),
+        (r"\boxed{0.5} or $\boxed{\frac{1}{2}}$", "1/2", 1),
+        ("3\u4e075\u5343", "35000", 1),
+        ("3\u4e075\u5343", "5", 0),
+        ("1\u51042000\u4e07\u4eba", "120000000", 1),
+        (r"\boxed{3{,}5}", "3.5", 1),
+        (r"\boxed{3{,}5}", "5", 0),
+        ("1,234,567\u2009890", "7", 0),
+    ],
+)
+def test_numbers_in_parts_and_between_others(
+    completion: str, answer: str, expected: int
+) -> None:
+    for name in NUMERIC:
+        assert score(name, completion, answer=answer) == expected, name

@@ -5,7 +5,7 @@ may end behind every letter, and in Korean particles may follow one.
 """
 
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -30,7 +30,8 @@ _UNSPACED_LETTER_OR_WORD = (
 _NOT_DENIED = r"""
     (?<!
         [\u4e0d\u6ca1\u975e\u672a\u65e0\u7121]\u662f?                               # Chinese: is not, has not, never
-        | (?: \b(?:not|never|nor|except|nicht|pas) | n't ) [\s(] (?:the\s|an?\s)? \W{0,3}  # not (B), isn't the Louvre
+        | (?: \b(?:not|never|nor|except|nicht|pas|(?:all|(?:any|every)\w{3,5})\sbut) | n't ) [\s(] (?:the\s|an?\s)? \W{0,3}
+            # not (B), all but the Louvre
     )
 """
 _NOT_LISTED = r"""
@@ -58,7 +59,6 @@ _NOT_IN_LETTER = r"(?! \p{M} | [\u0e33\u0eb3] )"
 _WORD_START = rf"""
     (?:
         \b
-        | (?<=[{_UNSPACED}]) | (?=[{_UNSPACED}])
         | (?<=\p{{Hangul}}) (?!\p{{Hangul}})
         | (?<=\p{{L}}{{2}}[.:])                                                     # answer:paris
     )
@@ -68,15 +68,19 @@ _WORD_START = rf"""
 _WORD_END = rf"""
     (?:
         \b
-        | (?<=[{_UNSPACED}]) | (?=[{_UNSPACED}\p{{Hangul}}])
+        | (?=\p{{Hangul}})
         | (?=[.:]\p{{L}}{{2}})
     )
     {_NOT_IN_LETTER} (?! (?<={_NUMERAL}){_NUMERAL} | (?<=\d)[:/-]\d )               # not the 3:30 of 3:30:15
 """
-# The b of `the answer is (b), because` and of `option: b.`
-_CHOSEN_LETTER = (
-    r"(?:answer|option|choice)(?:\sis)?[^\p{L}\d]{0,6}\b(\p{L})(?:[).:,]|\s(?:because|since)\b)"
-)
+# The b of `the answer is (b), because`, of `option: b.` and of `b is correct`.
+_CHOSEN_LETTER = r"""(?x)
+    (?|
+        (?:answer|option|choice)(?:\sis)? [^\p{L}\d]{0,6} \b(\p{L}) (?:[).:,]|\s(?:because|since)\b)
+        | (?:^|(?<!\b\p{L})[,.:;]) \s? (?:(?:so|only|the|answer|option|choice)\s){0,3} \W?\b(\p{L})\W?
+            \s?is\s (?:the\s)?(?:correct|right) (?:\s(?:answer|option|choice))? $
+    )
+"""
 # The letters of options, as in `b) paris`.
 _MARKED_LETTER = r"(?<![\p{L}\d'.])(\p{L})[).:](?!\S)"
 _OPTION = r"\W{0,4}\p{L}[).:]\W*+(?!\p{L}\b)\w"
@@ -95,12 +99,12 @@ _CLOSING = (
 
 # -- one form for each of the many in which LaTeX and Unicode write a number -------------------------------------------
 
-# Signs of full width, Arabic signs and what has no width; then the letters and brackets of full width.
+# Signs of full width, Arabic signs and what has no width.
 _CHARACTERS = str.maketrans(
-    "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d\uff0b\uff0e\uff05\uff04\uff0f\u2044\u066b\u066a\u2019",
-    "-------+.%$//.%'",
+    "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d\uff0b\uff0e\uff05\uff04\uff0f\u2044\u066b\u066a\u2019\uffe5",
+    "-------+.%$//.%'\u00a5",
     "\u200b\u200e\u200f\ufeff",
-) | {code + 0xFEE0: chr(code) for code in (40, 41, *range(65, 91), *range(97, 123))}
+)
 _SYMBOLS = str.maketrans({"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u221a": r"\sqrt "})
 _SUPERSCRIPTS = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
@@ -116,14 +120,62 @@ _SEPARATOR_OF_GROUPS = rf"""(?x)
     (?<=\d) (?:{_SEPARATOR}|\{{,\}})
     (?= (?: \d\d\d? (?:{_SEPARATOR}|\{{,\}}) ){{0,12}} \d{{3}} (?!\d) )
 """
-_VULGAR_FRACTION = r"[\u00bc-\u00be\u2150-\u215e]"
+# Chinese, Japanese and Korean numbers of several parts: 3\u4e075\u5343, 3\u4e075000 and 1\u51042000\u4e07.
+_IN_TEN_THOUSANDS = r"""(?x)
+    (?<![\d.,])
+    (?:
+        (?: (?P<part>\d{1,4})(?P<scale>[\u4e07\u842c\ub9cc\u4ebf\u5104\uc5b5])\s? ){1,2}
+            (?: (?P<part>\d)(?P<scale>[\u5343\ucc9c]) | (?P<part>\d{4})(?P<scale>) )
+        | (?P<part>\d{1,4})(?P<scale>[\u4ebf\u5104\uc5b5])\s?(?P<part>\d{1,4})(?P<scale>[\u4e07\u842c\ub9cc])
+    )
+    (?![\d\u4e07\u842c\ub9cc])
+"""
 _ARGUMENT = r"\s?(?|\{\s*([^{}]{1,60}?)\s*\}|(\d))"
 """An argument of a command, in braces or a digit alone: both of `\\frac{1}{2}` and of `\\frac12`."""
 
-_Rewrites = dict[str, str | Callable[[Any], str]]
-"""Patterns, each with what takes its place, in the order in which they are replaced."""
+_SCALES = {
+    "hundred": 100,
+    "thousand": 1000,
+    "lakh": 100_000,
+    "million": 1_000_000,
+    "crore": 10_000_000,
+    "billion": 1_000_000_000,
+    "trillion": 1_000_000_000_000,
+    **dict.fromkeys("\u5343\ucc9c", 1000),
+    **dict.fromkeys("\u4e07\u842c\ub9cc", 10_000),
+    **dict.fromkeys("\u4ebf\u5104\uc5b5", 100_000_000),
+}
+
+
+def _sum_of_parts(match: Any) -> str:
+    """Add up the parts of a match of `_IN_TEN_THOUSANDS`, each with its scale."""
+    parts = zip(match.captures("part"), match.captures("scale"), strict=True)
+    return str(sum(int(part) * _SCALES.get(scale, 1) for part, scale in parts))
+
+
+def _repeating(match: Any) -> str:
+    """Return a decimal whose last digits repeat for ever as a fraction."""
+    whole, decimals, repeated = match.groups()
+    top = int(whole + decimals + repeated) - int(whole + decimals)
+    return rf"\frac{{{top}}}{{{10 ** len(decimals) * (10 ** len(repeated) - 1)}}}"
+
+
+def _fraction_text(match: Any) -> str:
+    """Write a fraction with a slash, behind the digit before it: `2 1/2`, or `(x+1)/2` where one is a formula."""
+    before, top, bottom = match.groups()
+    is_plain = regex.fullmatch(r"-?[\d.,]+", top) and regex.fullmatch(r"[\d.,]+", bottom)
+    space = " " if before else ""
+    return f"{before}{space}{top}/{bottom}" if is_plain else f"{before}({top})/{bottom}"
+
+
+def _vulgar_fraction(match: Any) -> str:
+    """Write a fraction that is one character as LaTeX does."""
+    return r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("\u2044"))
+
+
+# Patterns, each with what takes its place, in the order in which they are replaced.
 # What changes the look alone.
-_STYLES: _Rewrites = {
+_STYLES: dict[str, Any] = {
     r"""(?x)                                                                        # spaces of a width of their own
         \\(?:
             [hm]space\*? \s? \{[^{}]{0,20}\}                                        # \hspace{1cm}
@@ -138,14 +190,18 @@ _STYLES: _Rewrites = {
         | </? (?:b|i|u|p|em|strong|code|mark|br) \s? /?>                            # <b>, </b>, <br />
         | \p{Extended_Pictographic} \ufe0f?
     """: "",
+    "[\uff08\uff09\uff21-\uff3a\uff41-\uff5a]": lambda match: chr(
+        ord(match[0]) - 0xFEE0
+    ),  # of full width
+    "[\u00bc-\u00be\u2150-\u215e]": _vulgar_fraction,
     r"\\varnothing|\u2205": r"\\emptyset ",
+    r"(?<=(?<![\d},])\d{1,20})\{,\}(?=(?:\d\d?|\d{4,})(?![\d{]))": ".",  # 3{,}5, but not 1{,}234
     # Repeating decimals: 0.1\overline{6}
-    r"\b(\d{1,9})\.(\d{0,9})\\(?:overline|bar|dot)\s?\{(\d{1,9})\}": lambda match: _repeating(
-        *match.groups()
-    ),
+    r"\b(\d{1,9})\.(\d{0,9})\\(?:overline|bar|dot)\s?\{(\d{1,9})\}": _repeating,
 }
-_SPELLINGS: _Rewrites = {
+_SPELLINGS = _STYLES | {
     r"\\[()\[\]]": " ",  # the delimiters of a formula
+    _IN_TEN_THOUSANDS: _sum_of_parts,
     r"\\(?:text|math(?:rm|ord|punct|bin)|mbox)\s?\{,\}": ",",
     r"\^\s?\{\\text\{o\}\}|\\degree(?![A-Za-z])": "\u00b0",
     r"""(?x)
@@ -165,8 +221,7 @@ _SPELLINGS: _Rewrites = {
     r"\^\s?(?:\\circ|\{\s?\\circ\s?\})": "\u00b0",
     r"(?<=\d)\uff0c(?=\d)": ",",
     rf"(?<=\d)(?:{_SEPARATOR}|\s(?=000(?!\d)))(?=\d)": _GROUP,  # 1\,234, 12 000
-    rf"(\d?)\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}": lambda match: _fraction_text(*match.groups()),
-    rf"(\d?)({_VULGAR_FRACTION})": lambda match: _fraction_text(match[1], *_parts(match[2])),
+    rf"(\d?)\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}": _fraction_text,
     "(?<=[0-9])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+": lambda match: (
         "^" + match[0].translate(_SUPERSCRIPTS)
     ),
@@ -180,16 +235,11 @@ _SPELLINGS: _Rewrites = {
     ),
     r"(\u00b0) ?(?=[CFK]\b)|( )[ \t]+": r"\1\2",  # 20° C
 }
-_STYLE_REWRITES, _REWRITES = (
-    [(regex.compile(pattern), new) for pattern, new in rewrites.items()]
-    for rewrites in (_STYLES, _STYLES | _SPELLINGS)
-)
-
 # -- numbers, in texts of this form ------------------------------------------------------------------------------------
 
 _INTEGER = rf"""
     (?:
-        \d{{1,3}} (?:[,{_GROUP}]\d{{3}})+                                           # 1,234,567
+        \d{{1,3}} (?: (?:,\d{{3}})+ | (?:[{_GROUP}]\d{{3}})+ )                      # 1,234,567
         | \d{{1,2}} (?:[,{_GROUP}]\d{{2}}){{1,12}} [,{_GROUP}]\d{{3}}               # 12,34,567, as in India
         | [1-9]\d{{0,2}} (?:\.\d{{3}}){{2,}}                                        # 1.234.567
         | [1-9]\d{{0,2}} (?:\.\d{{3}})+ (?=,\d{{1,2}}(?![\d,]))                     # the 1.234 of 1.234,56
@@ -200,7 +250,6 @@ _INTEGER = rf"""
 _DECIMAL = rf"""
     {_INTEGER} (?: (?<=[{_GROUP}.]\d{{3}}),\d++(?!,\d) | \.\d++ )?+                 # 1.234,56 and 1,234.56
 """
-_EXPONENT = r"\^\{?+(?P<power>[-+]?\d{1,3})\}?+(?!\d)"
 _SPACELESS = rf"{_UNSPACED}\p{{Hangul}}"
 # A sign belongs to its number only where nothing precedes it that could be subtracted from: `10-7` holds 10 and 7.
 _SIGN = rf"""
@@ -223,16 +272,19 @@ _NUMBER = rf"""(?xV1)
         )
         | (?: {_START} (?P<whole>\d{{1,9}}) \s (?=\d{{1,9}}/\d) )?+                 # the 2 of 2 1/2
         (?P<top> {_START}{_DECIMAL} | (?<!\w)\.\d++ ) (?: / (?P<bottom>{_DECIMAL}) )?+
-        (?: [eE] (?P<power_of_ten>[-+]?\d{{1,3}}) (?!\d) )?+
         (?:
-            {_EXPONENT}                                                             # 2^10
-            | (?P<times> \s?(?:\\times|\\cdot|[\u00d7\u00b7*x])\s?10 ) {_EXPONENT}  # 1.2 \times 10^3
+            [eE] (?P<power_of_ten>[-+]?\d{{1,3}}) (?!\d)
+            | \s? (?:\\times|\\cdot|[\u00d7\u00b7*x]) \s? 10                         # 1.2 \times 10^3
+                \^\{{?+ (?P<power_of_ten>[-+]?\d{{1,3}}) \}}?+ (?!\d)
+            | \^\{{?+ (?P<power>[-+]?\d{{1,3}}) \}}?+ (?!\d)                        # 2^10
         )?+
         (?! \^ | \s?(?:\\sqrt|\\pm|\u00b1|\\?pi\b|[\u03c0\u221a]) )
         (?P<percent> \s?(?:%|per\s?cent\b) )?+
     )
 """
-_UNIT = r"(?V1)\s{0,2}((?:[\p{L}\u00b0\u00b5][^\s\d]*\s?){1,3})"
+_UNIT = r"(?V1)\s{0,2}((?:[\p{L}\u00b0\u00b5[\p{Sc}--$]][^\s\d]*\s?){1,3})?"
+_CURRENCY = r"(?V1)^[^\p{L}]*?([\p{Sc}--$])"
+"""The currency before a number, or behind it; a dollar may be a delimiter of LaTeX's."""
 _VARIABLE = regex.compile(r"\s?(?:[eik]|[abcnpqrxyz]{1,3})(?![\p{L}.])")
 """Variables behind a number, which are no unit of it: those of `5i` and `3 xy`."""
 _FORMULA_SIGN = regex.compile(r"[\\^_<>+*/|!\[\]-]|\p{Sm}")
@@ -246,27 +298,16 @@ _LAST_IN_PARTS = r"""(?x)
 """
 _ENDS_FORMULA = r"""(?x)
     \d-[\d.,]+\D*\Z                                                                 # 10-15
+    | \bbetween\W{1,4}[\d.,]+\W{1,4}and\W{1,4}[\d.,]+\D*\Z                            # between 5 and 6
     | (?<!\p{L})[iknxyz]\s?[-+]\s?[\d.,]+\D*\Z                                      # x + 3
     | \d(?:[eik]|[abcnpqrxyz]{1,3})(?![\p{L}.])\D*\Z                                # 3x
     | (?: (?<![\p{L}</])\p{L}\s?[<>!\u2260\u2264\u2265]=? | \bmod )\s?[\d.,]+\D*\Z   # x > 3
 """
-_ENDS_ALTERNATIVES = r"\d\W{0,3}\sor\s(?:\p{L}+\s|\\boxed)?\W{0,4}[\d.,]+\D*\Z"  # 3 or 5
+_ENDS_ALTERNATIVES = r"\d\W{0,3}\sor\s(?:\p{L}+\s|\W?\\boxed)?\W{0,4}[\d.,]+\D*\Z"  # 3 or 5
 # Before the last `=` of a box: x = 1, y = 2.
 _SEVERAL_EQUATIONS = r"(?s)=.*(?:;|,(?!\d)|\b(?:or|and)\b|\\\\|\\lor\b|\\quad)"
-_SCALES = (
-    dict.fromkeys("\u4e07\u842c\ub9cc", 10**4)
-    | dict.fromkeys("\u4ebf\u5104\uc5b5", 10**8)
-    | {
-        "hundred": 100,
-        "thousand": 10**3,
-        "lakh": 10**5,
-        "million": 10**6,
-        "crore": 10**7,
-        "billion": 10**9,
-        "trillion": 10**12,
-    }
-)
-_SCALE = rf"(?i)\s*({'|'.join(_SCALES)})(?![a-z])"
+# But not the kilo of kilometres, kilograms and kilowatts in Chinese.
+_SCALE = rf"(?i)\s*({'|'.join(_SCALES)})(?![a-z\u7c73\u514b\u74e6])"
 
 
 class Number(NamedTuple):
@@ -375,28 +416,32 @@ def last_number(text: str) -> list[Number]:
     text = regex.sub(
         _LAST_IN_PARTS, lambda match: match[0].replace(" ", _GROUP).replace(",", "."), text
     )
-    if (whole := number_of(text)) is not None:
+    if whole := number_of(text):
         return [whole]
+    if offers_two(text):
+        return []
     box = last_boxed(text)
     if box is None or numbers_in(text[text.rfind(box) + len(box) :]):
         return _last_of_prose(text)
     return _last_of_box(box)
 
 
-def _last_of_prose(text: str) -> list[Number]:
-    """Return the last number of a text, unless it is part of a formula or one of two that differ (`3 or 5`)."""
-    plain = _plain(text)
+def offers_two(text: str) -> bool:
+    """Whether a text ends with a choice of two numbers that differ: `3 or 5`, also where each is in a box."""
     numbers = numbers_in(text)[-2:]
     differ = numbers and not numbers[0].equals(numbers[-1])
-    if regex.search(_ENDS_FORMULA, plain):
-        return []
-    return [] if differ and regex.search(_ENDS_ALTERNATIVES, plain) else numbers[-1:]
+    return bool(differ and regex.search(_ENDS_ALTERNATIVES, _plain(text)))
+
+
+def _last_of_prose(text: str) -> list[Number]:
+    """Return the last number of a text, unless it is part of a formula or of a range."""
+    return [] if regex.search(_ENDS_FORMULA, _plain(text)) else numbers_in(text)[-1:]
 
 
 def _last_of_box(box: str) -> list[Number]:
     """Return the only number in a box, with its unit, or the one that its only equation ends with (`x = 5`)."""
     before, _, last = box.rpartition("=")
-    if (whole := number_of(last)) is not None:
+    if whole := number_of(last):
         return [] if regex.search(_SEVERAL_EQUATIONS, before) else [whole]
     numbers = numbers_in(box)
     if len(numbers) != 1:
@@ -414,8 +459,8 @@ def gives(text: str, gold: str) -> bool:
     and closing punctuation.
     """
     right = number_of(gold)
-    if right is not None:
-        return any(_same_quantity(number, right) for number in last_number(text))
+    if right:
+        return any(_same_quantity(number, right, gold) for number in last_number(text))
     folded = _folded_gold(gold)
     if not folded:  # the answer is punctuation
         return text.strip().endswith(gold)
@@ -437,18 +482,18 @@ def gives(text: str, gold: str) -> bool:
 def _chooses(text: str, letter: str) -> bool:
     """Whether the last line says which letter it chooses, or begins with the only one that marks an option (`B) Paris`)."""
     line = _last_line(text)
-    if regex.findall(_CHOSEN_LETTER, line)[-1:] == [letter]:
+    if [match[1] for match in regex.finditer(_CHOSEN_LETTER, line)][-1:] == [letter]:
         return True
     if regex.search(_ANOTHER_LETTER, line) or not regex.match(_OPTION, line):
         return False
-    return {*regex.findall(_MARKED_LETTER, text.casefold())} == {letter}
+    return {*regex.findall(_MARKED_LETTER, _plain(text).casefold())} == {letter}
 
 
 def holds(text: str, gold: str) -> bool:
     """Whether the right answer occurs anywhere in a text: as one of its numbers, or as whole words."""
     right = number_of(gold)
-    if right is not None:
-        return any(_same_quantity(number, right) for number in numbers_in(text))
+    if right:
+        return any(_same_quantity(number, right, gold) for number in numbers_in(text))
     folded = _folded_gold(gold)
     end = _WORD_END + "(?![+#])"  # C is not in C++ or C#
     return _word_search(folded, _folded(text), end=end) if folded else gold in text
@@ -456,33 +501,30 @@ def holds(text: str, gold: str) -> bool:
 
 def for_math_verify(text: str) -> str:
     """Return a text with delimiters and signs as math-verify reads them: no dollar is money, no number is in parts."""
-    text = _composed(text).translate(_CHARACTERS | _SYMBOLS).replace("\\$", "")
-    text = _rewritten(text, _STYLE_REWRITES).replace("\\!", "")
+    text = _composed(text).translate(_CHARACTERS).translate(_SYMBOLS).replace("\\$", "")
+    text = _rewritten(text, _STYLES).replace("\\!", "")
     text = regex.sub(_SEPARATOR_OF_GROUPS, "", text)
     if text.count("$") % 2:
         text = regex.sub(r"\$(?=\s?[\d.])", " ", text)  # $5
-    return str(
-        regex.sub(
-            _VULGAR_FRACTION, lambda match: r"\frac{{{}}}{{{}}}".format(*_parts(match[0])), text
-        )
-    ).strip()
+    return text.strip()
 
 
 def words_of(text: str) -> list[str]:
     """Return a text's words: as white space parts them, and where a script has no spaces, its letters."""
     words: list[str] = []
     for part in _composed(text).split():
-        if regex.search(_HAS_UNSPACED, part):
-            words += regex.findall(_UNSPACED_LETTER_OR_WORD, part)
-        else:
-            words.append(part)
+        has_letters = regex.search(_HAS_UNSPACED, part)
+        words += regex.findall(_UNSPACED_LETTER_OR_WORD, part) if has_letters else [part]
     return words
 
 
-def _same_quantity(number: Number, right: Number) -> bool:
-    """Whether both are one number, and the unit of the right one is the other's too, or that has none."""
-    if not number.equals(right) or not right.unit:
-        return number.equals(right)
+def _same_quantity(number: Number, right: Number, gold: str) -> bool:
+    """Whether both are one number, and the unit and currency of the right one are the other's too, or that has none."""
+    if not number.equals(right):
+        return False
+    if currency := regex.search(_CURRENCY, number.text + number.unit):
+        has_currency = regex.search(_CURRENCY, gold) or gold.count("$") % 2
+        return not has_currency or currency[1] in gold.translate(_CHARACTERS)
     words, unit = (
         _folded(regex.sub(_SCALE, "", quantity.unit, count=1)).split()
         for quantity in (number, right)
@@ -518,7 +560,7 @@ def _folded(text: str) -> str:
 
 def _plain(text: str) -> str:
     """Return a text in NFC, with one form for each of the many in which LaTeX and Unicode write a number."""
-    return _rewritten(_composed(text).translate(_CHARACTERS), _REWRITES)
+    return _rewritten(_composed(text).translate(_CHARACTERS), _SPELLINGS)
 
 
 def _composed(text: str) -> str:
@@ -526,28 +568,10 @@ def _composed(text: str) -> str:
     return unicodedata.normalize("NFC", regex.sub(_LONG_RUN_OF_MARKS, r"\1", text))
 
 
-def _rewritten(text: str, rewrites: Iterable[tuple[Any, Any]]) -> str:
-    for pattern, replacement in rewrites:
-        text = pattern.sub(replacement, text)
+def _rewritten(text: str, rewrites: dict[str, Any]) -> str:
+    for pattern, replacement in rewrites.items():
+        text = regex.sub(pattern, replacement, text)
     return text
-
-
-def _repeating(whole: str, decimals: str, repeated: str) -> str:
-    """Return a decimal whose last digits repeat for ever as a fraction."""
-    top = int(whole + decimals + repeated) - int(whole + decimals)
-    return rf"\frac{{{top}}}{{{10 ** len(decimals) * (10 ** len(repeated) - 1)}}}"
-
-
-def _fraction_text(before: str, top: str, bottom: str) -> str:
-    """Write a fraction with a slash, behind the digit before it: `2 1/2`, or `(x+1)/2` where one is a formula."""
-    is_plain = regex.fullmatch(r"-?[\d.,]+", top) and regex.fullmatch(r"[\d.,]+", bottom)
-    space = " " if before else ""
-    return f"{before}{space}{top}/{bottom}" if is_plain else f"{before}({top})/{bottom}"
-
-
-def _parts(vulgar_fraction: str) -> list[str]:
-    """Return top and bottom of a fraction that is one character."""
-    return unicodedata.normalize("NFKC", vulgar_fraction).split("\u2044")
 
 
 def _read_numbers(plain: str) -> Iterator[Number]:
@@ -555,15 +579,9 @@ def _read_numbers(plain: str) -> Iterator[Number]:
     for match in regex.finditer(_NUMBER, plain):
         if match["chain"] or len(match[0]) > 1000 or not _UNDENIED.match(plain, match.start()):
             continue
-        value = _value(match)
-        if value is not None:
-            unit = regex.match(_UNIT, plain, pos=match.end())
-            yield Number(
-                value,
-                match[0].strip(),
-                match["percent"] is not None,
-                unit[0].rstrip() if unit else "",
-            )
+        if (value := _value(match)) is not None:
+            unit = regex.match(_UNIT, plain, pos=match.end())[0].rstrip()
+            yield Number(value, match[0].strip(), match["percent"] is not None, unit)
 
 
 def _value(match: Any) -> Fraction | None:
@@ -574,10 +592,8 @@ def _value(match: Any) -> Fraction | None:
         if not bottom:
             return None
         value /= bottom
-    power = int(match["power"] or 0)
-    if match["times"]:
-        value *= Fraction(10) ** power
-    elif match["power"]:
+    if match["power"]:
+        power = int(match["power"])
         if (power < 0 and not value) or abs(power) > 99 or len(match["top"]) > 20:
             return None
         value **= power

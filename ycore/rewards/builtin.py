@@ -29,6 +29,7 @@ from ycore.rewards.answers import (
     last_number,
     number_of,
     numbers_in,
+    offers_two,
     without_thinking,
     words_of,
 )
@@ -226,23 +227,22 @@ def _math_score(completion: Content, golds: list[str]) -> float | None:
     parsed = math_verify.parse(text, parsing_timeout=None)
     bare = "" if box is None and re.search(_DELIMITED, text) else text
     # math-verify finds a number in `5 or 6`, and in `\neq 6`.
-    is_misread = bare and (box is None or re.search(_NO_VALUE, box))
-    return float(
-        any(
+    is_misread = bare and (box is None or re.search(_NO_VALUE, box) or offers_two(text))
+
+    def is_right(gold: str) -> bool:
+        is_number = number_of(gold) is not None
+        if is_number and is_misread:
+            return gives(bare, gold)
+        return (
             (box or text).replace(" ", "") == for_math_verify(gold).replace(" ", "")
-            or (
-                (len(gold) > 1 or number_of(gold)) and gives(bare, gold)
-            )  # bare LaTeX, and more forms
-            or (
-                not (is_misread and number_of(gold))
-                and math_verify.verify(
-                    list(formula), parsed, timeout_seconds=None, allow_set_relation_comp=True
-                )
+            # bare LaTeX, and more forms
+            or ((len(gold) > 1 or is_number) and gives(bare, gold))
+            or math_verify.verify(
+                list(formulas[gold]), parsed, timeout_seconds=None, allow_set_relation_comp=True
             )
-            for gold, formula in formulas.items()
         )
-        or any(gives(text, gold) for gold in words)
-    )
+
+    return float(any(map(is_right, formulas)) or any(gives(text, gold) for gold in words))
 
 
 @lru_cache(maxsize=1024)

@@ -21,11 +21,11 @@ from ycore.types import THINKING, Content, after_thinking
 
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{sc=Thai}\p{sc=Lao}\p{sc=Khmer}\p{sc=Myanmar}"
 """Letters of the scripts that put no space between words."""
-_HAS_UNSPACED = rf"[{_UNSPACED}]"
-# A letter of such a script with its marks, or a whole word of any other.
-_UNSPACED_LETTER_OR_WORD = (
-    rf"(?V1)(?=[{_UNSPACED}])\X|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+"
-)
+_WORD = rf"""(?xV1)
+    (?<!\S)[^\s{_UNSPACED}]++(?!\S)                                                # between spaces, other scripts alone
+    | (?=[{_UNSPACED}])\X                                                           # a letter with its marks
+    | [[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+                                       # other letters between those
+"""
 
 _NOT_DENIED = r"""
     (?<!
@@ -464,19 +464,24 @@ def gives(text: str, gold: str) -> bool:
     folded = _folded_gold(gold)
     if not folded:  # the answer is punctuation
         return text.strip().endswith(gold)
+    is_letter = len(folded) == 1
+    return (is_letter and _chooses(last_boxed(text) or text, folded)) or _ends_with(
+        text, folded
+    )
+
+
+def _ends_with(text: str, folded: str) -> bool:
+    """Whether the last line ends with these words, which nothing there denies, lists or makes part of a formula."""
     box = last_boxed(text)
     text = box or text
     if len(folded) == 1:
-        if _chooses(text, folded):
-            return True
         text = regex.sub(_BETWEEN_LETTERS, ", ", text)
     start = _NOT_SECOND if box is None else _NOT_SECOND + r"(?<![,;]\s?)"
     if not folded[1:2].isalnum():
         start += _NOT_LISTED
     if _FORMULA_SIGN.search(folded) or folded[0] == "(":
         start += _NOT_IN_FORMULA
-    line = _last_line(text)
-    return _word_search(folded, line, start=start, end=r"\Z")
+    return _word_search(folded, _last_line(text), start=start, end=r"\Z")
 
 
 def _chooses(text: str, letter: str) -> bool:
@@ -511,11 +516,7 @@ def for_math_verify(text: str) -> str:
 
 def words_of(text: str) -> list[str]:
     """Return a text's words: as white space parts them, and where a script has no spaces, its letters."""
-    words: list[str] = []
-    for part in _composed(text).split():
-        has_letters = regex.search(_HAS_UNSPACED, part)
-        words += regex.findall(_UNSPACED_LETTER_OR_WORD, part) if has_letters else [part]
-    return words
+    return list(regex.findall(_WORD, _composed(text)))
 
 
 def _same_quantity(number: Number, right: Number, gold: str) -> bool:

@@ -196,6 +196,12 @@ def by_hatch_exactly(environment: Environment, name: str) -> None:
     )
 
 
+def by_a_link(environment: Environment, name: str) -> None:
+    """As `flit install --symlink` does."""
+    project = environment.project(name, name)
+    (environment.site / name).symlink_to(project / name)
+
+
 LAYOUTS: dict[str, Callable[[Environment, str], None]] = {
     "setuptools": by_setuptools,
     "setuptools_strict": by_strict_setuptools,
@@ -205,6 +211,7 @@ LAYOUTS: dict[str, Callable[[Environment, str], None]] = {
     "hatch_exact": by_hatch_exactly,
     "uv": by_a_path_file("{}.pth", "src/{}"),
     "uv_flat": by_a_path_file("{}.pth"),
+    "flit": by_a_link,
 }
 
 

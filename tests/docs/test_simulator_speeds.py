@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from simulator.speeds import Sums
+from simulator.speeds import UNKNOWN, Sums
 
 
 def test_the_speed_of_an_engine_is_found_again() -> None:
@@ -65,3 +65,10 @@ def test_completions_of_one_moment_are_no_queue() -> None:
             seconds=0.05 * 10 * served, depth=32 - served / 2, size=10.0 * served, served=served
         )
     assert sums.speed().base == pytest.approx(0.05)
+
+
+def test_requests_without_seconds_leave_the_speed_unknown() -> None:
+    """A clock may not move between two requests of a made-up engine; a speed of no seconds ended in a division by 0."""
+    sums = Sums()
+    sums.observe(seconds=0.0, depth=1.0, size=1.0)
+    assert sums.speed() is UNKNOWN

@@ -63,6 +63,8 @@ class Sums:
         last is slow, at one depth, and the line is flat: more in flight would seem to gain all, but they gain nothing.
         There the seconds follow from the number of requests that were served meanwhile, and hardly from the line.
         """
+        if not self.step_s:  # requests that took no time by the clock
+            return UNKNOWN
         depth, step_s = self.depth / self.size, self.step_s / self.size
         spread = self.depth_squared / self.size - depth * depth
         covariance = self.depth_step_s / self.size - depth * step_s

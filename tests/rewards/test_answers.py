@@ -330,3 +330,7 @@ def test_the_shared_rows_of_answers_are_scored_right() -> None:
     dollar, either = shared_rows("math-dollar")
     assert score("math", r"\boxed{18}", answer=dollar["answer"]) == 1.0
     assert score("math", rf"\boxed{{{either['answer']}}}", answer=either["answer"]) == 1.0
+
+
+def test_alternatives_of_versions_are_no_numbers() -> None:
+    assert not gives("Python 3.11.2 or 3.12.1", "3")

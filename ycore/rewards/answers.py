@@ -235,6 +235,7 @@ _SPELLINGS = _STYLES | {
     ),
     r"(\u00b0) ?(?=[CFK]\b)|( )[ \t]+": r"\1\2",  # 20° C
 }
+_COMPILED = {pattern: regex.compile(pattern) for pattern in _SPELLINGS}
 
 # -- numbers, in texts of this form ------------------------------------------------------------------------------------
 
@@ -417,32 +418,28 @@ def last_number(text: str) -> list[Number]:
     text = regex.sub(
         _LAST_IN_PARTS, lambda match: match[0].replace(" ", _GROUP).replace(",", "."), text
     )
-    if whole := number_of(text):
+    if (whole := number_of(text)) is not None:
         return [whole]
     if offers_two(text):
         return []
     box = last_boxed(text)
     if box is None or numbers_in(text[text.rfind(box) + len(box) :]):
-        return _last_of_prose(text)
+        return [] if regex.search(_ENDS_FORMULA, _plain(text)) else numbers_in(text)[-1:]
     return _last_of_box(box)
 
 
 def offers_two(text: str) -> bool:
     """Whether a text ends with a choice of two numbers that differ: `3 or 5`, also where each is in a box."""
-    numbers = numbers_in(text)[-2:]
-    differ = numbers and not numbers[0].equals(numbers[-1])
-    return bool(differ and regex.search(_ENDS_ALTERNATIVES, _plain(text)))
-
-
-def _last_of_prose(text: str) -> list[Number]:
-    """Return the last number of a text, unless it is part of a formula or of a range."""
-    return [] if regex.search(_ENDS_FORMULA, _plain(text)) else numbers_in(text)[-1:]
+    if not regex.search(_ENDS_ALTERNATIVES, _plain(text)):
+        return False
+    numbers = numbers_in(text)[-2:]  # none in `1.2.3 or 1.2.4`
+    return any(not number.equals(numbers[0]) for number in numbers)
 
 
 def _last_of_box(box: str) -> list[Number]:
     """Return the only number in a box, with its unit, or the one that its only equation ends with (`x = 5`)."""
     before, _, last = box.rpartition("=")
-    if whole := number_of(last):
+    if (whole := number_of(last)) is not None:
         return [] if regex.search(_SEVERAL_EQUATIONS, before) else [whole]
     numbers = numbers_in(box)
     if len(numbers) != 1:
@@ -460,7 +457,7 @@ def gives(text: str, gold: str) -> bool:
     and closing punctuation.
     """
     right = number_of(gold)
-    if right:
+    if right is not None:
         return any(_same_quantity(number, right, gold) for number in last_number(text))
     folded = _folded_gold(gold)
     if not folded:  # the answer is punctuation
@@ -498,7 +495,7 @@ def _chooses(text: str, letter: str) -> bool:
 def holds(text: str, gold: str) -> bool:
     """Whether the right answer occurs anywhere in a text: as one of its numbers, or as whole words."""
     right = number_of(gold)
-    if right:
+    if right is not None:
         return any(_same_quantity(number, right, gold) for number in numbers_in(text))
     folded = _folded_gold(gold)
     end = _WORD_END + "(?![+#])"  # C is not in C++ or C#
@@ -572,7 +569,7 @@ def _composed(text: str) -> str:
 
 def _rewritten(text: str, rewrites: dict[str, Any]) -> str:
     for pattern, replacement in rewrites.items():
-        text = regex.sub(pattern, replacement, text)
+        text = _COMPILED[pattern].sub(replacement, text)
     return text
 
 

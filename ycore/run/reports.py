@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ def dump_stacks_on_signal() -> None:
 
 
 @contextmanager
-def hide_packages(names: Sequence[str]) -> Iterator[None]:
+def hide_packages(names: list[str]) -> Iterator[None]:
     """Let imports find none of the packages, unless they are loaded already."""
     hidden = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]

@@ -73,8 +73,12 @@ def source_paths() -> tuple[Path, ...]:
     # A strict editable install of setuptools is a folder of links; flit links whole packages.
     links = [path for path in map(Path, entries) if path.name.startswith("__editable__")]
     linked = [file.resolve().parent for folder in links for file in folder.rglob("*.*")]
-    packages = [path for folder in site_packages() for path in Path(folder).glob("*")]
-    linked += [path.resolve() for path in packages if path.is_symlink()]
+    linked += [
+        path.resolve()
+        for folder in site_packages()
+        for path in Path(folder).glob("*")
+        if path.is_symlink()
+    ]
     python = [*python_paths(), Path("/usr")]
     return tuple(
         path

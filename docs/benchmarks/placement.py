@@ -256,7 +256,7 @@ def predict(
         position_of=lambda number: number * APART,
         yields=OneForOne(),
     )
-    return [outcome.usage.seconds for outcome in result.rounds]
+    return [outcome.seconds for outcome in result.rounds]
 
 
 def replay(trace: Path, job: argparse.Namespace) -> dict[str, float]:

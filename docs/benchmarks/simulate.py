@@ -262,7 +262,7 @@ def draw(played: Comparison, path: Path) -> None:
     ranked = sorted(played.results, key=lambda result: result.seconds)
     lasts = [(result.placement, result.rounds[-1]) for result in ranked]
     draw_panels(
-        [(f"{placement}: {last.usage.seconds:.1f} s", last.lanes) for placement, last in lasts],
+        [(f"{placement}: {last.seconds:.1f} s", last.lanes) for placement, last in lasts],
         path,
     )
 

@@ -123,7 +123,7 @@ def test_where_prompts_come_again_the_longest_are_begun_first() -> None:
         return (
             SimulatedRound([Allocator(slots)], machine, groups.__getitem__, demand)
             .run()
-            .usage.seconds
+            .seconds
         )
 
     assert (seconds(known=False), seconds(known=True)) == (40.0, 30.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ycore.placement.allocator import Allocator, SlotClock, Usage, usage_metrics
+from ycore.placement.allocator import Allocator, SlotClock, usage_metrics
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool
 
 ROLES = (ROLLOUT, JUDGE)
@@ -26,12 +26,11 @@ def test_a_round_is_measured_by_role() -> None:
     allocator.decide(0.0)
     for request in range(3):
         allocator.ended(request, 1.0 + request)
-    assert allocator.end_round(4.0).busy_s == pytest.approx([2.0, 3.0])
+    assert allocator.end_round(4.0) == pytest.approx([8.0, 5.0, 0.0, 0.0])
     assert allocator.measurements() == [2.0, 3.0, 2.0, 1.0, 3.0, 3.0, 5.0, 1.0]
 
 
 def test_usage_of_several_machines_adds_up() -> None:
-    sums = Usage(10.0, [8.0, 6.0], [1.0, 0.0], 1).sums()
-    metrics = usage_metrics([2 * value for value in sums])
+    metrics = usage_metrics([2 * value for value in (20.0, 14.0, 1.0, 1.0)])
     assert metrics["ycore/idle_share"] == pytest.approx(0.25)
     assert metrics["ycore/bound_ratio"] == pytest.approx(20 / 14)

@@ -47,7 +47,7 @@ def test_a_request_goes_to_the_slot_with_the_fewest_in_flight(
             ended = list(slots)[number % len(slots)]
             del slots[ended]
             allocator.ended(ended, now)
-        awake = allocator.awake  # a slot that moves takes nothing in this call
+        awake = list(allocator.awake)  # a slot that moves takes nothing in this call
         for action in allocator.decide(now):
             if not isinstance(action, StartRequest):
                 swapping.add(action.slot)

@@ -36,26 +36,12 @@ class RoleWork(NamedTuple):
     slot_s: float = 0.0
 
 
-class Usage(NamedTuple):
-    """How a round used its slots. `busy_s` and `swap_s`: one value a slot; a slot with a request in flight is busy."""
-
-    seconds: float
-    busy_s: Sequence[float]
-    swap_s: Sequence[float]
-    swaps: int
-
-    def sums(self) -> list[float]:
-        """Return slot seconds, busy seconds, swap seconds and the number of swaps, to be added to other machines'."""
-        slot_s = self.seconds * len(self.busy_s)
-        return [slot_s, sum(self.busy_s), sum(self.swap_s), float(self.swaps)]
-
-
-def usage_metrics(sums: Sequence[float]) -> dict[str, float]:
-    """Return a step's metrics from `Usage.sums`, added up over machines.
+def usage_metrics(usage: Sequence[float]) -> dict[str, float]:
+    """Return a step's metrics from what `Allocator.end_round` gives, added up over machines.
 
     `ycore/bound_ratio` is slot seconds over busy seconds: 1 is a round in which no slot was ever idle.
     """
-    slot_s, busy_s, swap_s, num_swaps = sums
+    slot_s, busy_s, swap_s, num_swaps = usage
     return {
         "ycore/idle_share": max(0.0, 1 - (busy_s + swap_s) / slot_s) if slot_s > 0 else 0.0,
         "ycore/bound_ratio": slot_s / busy_s if busy_s > 0 else 1.0,
@@ -105,10 +91,13 @@ def moving_average(before: float | None, value: float) -> float:
 
 
 @dataclass
-class _RunningRequest:
+class Request:
+    """A request that has no answer yet; `slot` is None while it waits."""
+
     role: str
-    slot: int
-    began: float
+    rank: int
+    slot: int | None = None
+    began: float = 0.0
 
 
 class Queue:
@@ -156,7 +145,8 @@ class Allocator:
         self._work: dict[str, RoleWork] = {}
         """The mean round of one machine so far."""
         self._measured_swap_s: float | None = None
-        self._running: dict[int, _RunningRequest] = {}
+        self.requests: dict[int, Request] = {}
+        """Those without an answer, by the number that no other has."""
         self._waiting = {role: Queue() for role in pool.roles}
         self.begin_round(0.0)
 
@@ -168,42 +158,45 @@ class Allocator:
         roles = self.pool.roles
         self._began = now
         self._num_swaps = 0
-        self._num_asked = self.waiting()
+        self._num_asked = dict.fromkeys(roles, 0)
         self._num_ended = dict.fromkeys(roles, 0)
         self._request_s = dict.fromkeys(roles, 0.0)
-        self._num_awake = Counter(self.division)
-        self._awake = list(self._num_awake.elements())
-        self._clocks = [SlotClock(roles, now) for _ in self._awake]
+        self.awake = list(Counter(self.division).elements())
+        """The role that is awake on each slot; during a swap, the role that is waking."""
+        self._clocks = [SlotClock(roles, now) for _ in self.awake]
         if self.mode != "shared":
-            for clock, role in zip(self._clocks, self._awake, strict=True):
+            for clock, role in zip(self._clocks, self.awake, strict=True):
                 clock.serves = (role,)
-        for running in self._running.values():
-            self._num_asked[running.role] += 1
-            self._count(running.slot, running.role, 1, now)
+        for request in self.requests.values():
+            self._num_asked[request.role] += 1
+            if request.slot is not None:
+                self._count(request.slot, request.role, 1, now)
 
     def ask(self, request: int, role: str, rank: int = 0, *, length: float = 0.0) -> None:
         """Add a rank's request, by a number that no other has; a later `StartRequest` of `decide` names the slot.
 
         `length`: the expected length of its answer, in any unit; 0 where nothing is known.
         """
+        self.requests[request] = Request(role, rank)
         self._waiting[role].put(request, rank, length)
         self._num_asked[role] += 1
 
-    def withdraw(self, request: int, role: str, now: float, rank: int = 0) -> None:
+    def withdraw(self, request: int, now: float) -> None:
         """Remove a request that was given up, whether it waits or runs."""
-        self._num_asked[role] -= 1
-        running = self._running.pop(request, None)
-        if running is None:
-            self._waiting[role].remove(request, rank)
+        given_up = self.requests.pop(request)
+        self._num_asked[given_up.role] -= 1
+        if given_up.slot is None:
+            self._waiting[given_up.role].remove(request, given_up.rank)
         else:
-            self._count(running.slot, role, -1, now)
+            self._count(given_up.slot, given_up.role, -1, now)
 
     def ended(self, request: int, now: float) -> None:
         """Remove a request that has its answer."""
-        running = self._running.pop(request)
-        self._count(running.slot, running.role, -1, now)
-        self._num_ended[running.role] += 1
-        self._request_s[running.role] += now - running.began
+        answered = self.requests.pop(request)
+        assert answered.slot is not None, "it was sent to a slot"
+        self._count(answered.slot, answered.role, -1, now)
+        self._num_ended[answered.role] += 1
+        self._request_s[answered.role] += now - answered.began
 
     def swapped(self, slot: int, now: float) -> None:
         """A `Swap` of this slot is done: its new role can serve requests."""
@@ -212,16 +205,20 @@ class Allocator:
         seconds = now - clock.swap_began
         clock.swap_s += seconds
         clock.swap_began = None
-        clock.serves = (self._awake[slot],)
+        clock.serves = (self.awake[slot],)
         self._measured_swap_s = moving_average(self._measured_swap_s, seconds)
 
-    def end_round(self, now: float) -> Usage:
-        """Return how the slots were used since the round began."""
+    def end_round(self, now: float) -> list[float]:
+        """Return the round's slot seconds, busy seconds, swap seconds and swaps, to be added to other machines'.
+
+        A slot with a request in flight is busy.
+        """
         for clock in self._clocks:
             clock.advance(now)
-        busy_s = [sum(clock.busy_s.values()) for clock in self._clocks]
-        swap_s = [clock.swap_s for clock in self._clocks]
-        return Usage(now - self._began, busy_s, swap_s, self._num_swaps)
+        slot_s = (now - self._began) * len(self._clocks)
+        busy_s = sum(sum(clock.busy_s.values()) for clock in self._clocks)
+        swap_s = sum(clock.swap_s for clock in self._clocks)
+        return [slot_s, busy_s, swap_s, float(self._num_swaps)]
 
     def measurements(self) -> list[float]:
         """Return what was measured in the round, to be added to the measurements of other machines' allocators."""
@@ -269,11 +266,6 @@ class Allocator:
             self.mode = state["mode"]
 
     @property
-    def awake(self) -> tuple[str, ...]:
-        """The role that is awake on each slot; during a swap, the role that is waking."""
-        return tuple(self._awake)
-
-    @property
     def gathers(self) -> bool:
         """Whether the verdicts of a group should be requested together, once the whole group is written.
 
@@ -290,7 +282,7 @@ class Allocator:
     @property
     def is_idle(self) -> bool:
         """Whether no request waits or runs, and no swap is under way."""
-        return not (self._running or self._is_swapping or any(self._waiting.values()))
+        return not (self.requests or self._is_swapping)
 
     @property
     def _is_swapping(self) -> bool:
@@ -302,10 +294,11 @@ class Allocator:
     def in_flight(self) -> dict[tuple[str, int], tuple[int, float]]:
         """By role and slot: the number of running requests, and when the oldest of them began."""
         in_flight: dict[tuple[str, int], tuple[int, float]] = {}
-        for running in self._running.values():
-            key = (running.role, running.slot)
-            number, oldest = in_flight.get(key, (0, running.began))
-            in_flight[key] = (number + 1, min(oldest, running.began))
+        for request in self.requests.values():
+            if request.slot is not None:
+                key = (request.role, request.slot)
+                number, oldest = in_flight.get(key, (0, request.began))
+                in_flight[key] = (number + 1, min(oldest, request.began))
         return in_flight
 
     def decide(self, now: float) -> list[Action]:
@@ -315,7 +308,8 @@ class Allocator:
             while waiting and (slot := self._pick(role)) is not None:
                 request = waiting.take()
                 self._count(slot, role, 1, now)
-                self._running[request] = _RunningRequest(role, slot, now)
+                self.requests[request].slot = slot
+                self.requests[request].began = now
                 actions.append(StartRequest(request, slot))
         if self.mode == "phases":
             actions += self._next_phase(now)
@@ -342,7 +336,7 @@ class Allocator:
         if self.mode == "shared":
             return capacity
         unfinished = self._num_asked[role] - self._num_ended[role]
-        share = unfinished / max(1, self._num_awake[role])
+        share = unfinished / max(1, self.awake.count(role))
         if self.mode == "moving" and role != ROLLOUT:
             num_requests = self._num_ended[role] + self._left(role)
             share = min(share, num_requests / self.pool.num_slots)
@@ -359,7 +353,8 @@ class Allocator:
 
     def _next_phase(self, now: float) -> list[Action]:
         """Change all slots together, once their role has nothing left anywhere."""
-        if self._waiting[self._awake[0]] or self._running or self._is_swapping or self.is_idle:
+        is_at_work = any(clock.num_in_flight for clock in self._clocks) or self._is_swapping
+        if is_at_work or self.is_idle or self._waiting[self.awake[0]]:
             return []
         target = max(self.pool.roles, key=lambda role: len(self._waiting[role]))
         return [self._swap(slot, target, now) for slot in range(self.pool.num_slots)]
@@ -380,8 +375,8 @@ class Allocator:
 
     def _gain_s(self, source: str, target: str) -> float:
         """Return the seconds by which both roles are done sooner if a slot moves; infinite where `target` has none."""
-        num_source = self._num_awake[source]
-        num_target = self._num_awake[target]
+        num_source = self.awake.count(source)
+        num_target = self.awake.count(target)
         if num_target == 0:
             return math.inf
         source_s = self._left_s(source)
@@ -401,10 +396,8 @@ class Allocator:
         return self._left(role) * work.slot_s / work.num_requests
 
     def _swap(self, slot: int, target: str, now: float) -> Swap:
-        role = self._awake[slot]
-        self._awake[slot] = target
-        self._num_awake[role] -= 1
-        self._num_awake[target] += 1
+        role = self.awake[slot]
+        self.awake[slot] = target
         self._clocks[slot].swap_began = now
         self._clocks[slot].serves = ()
         self._num_swaps += 1

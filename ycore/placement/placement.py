@@ -85,7 +85,7 @@ class SlotPool:
     """
 
     num_slots: int
-    roles: tuple[str, ...] = (ROLLOUT,)  # the rollout first
+    roles: Sequence[str] = (ROLLOUT,)  # the rollout first
     capacity: Mapping[str, int] | None = None
     """Requests that a slot may hold of each role; None is no limit."""
     exclusive: bool = False

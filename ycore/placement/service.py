@@ -59,8 +59,7 @@ class SharedAllocator:
         self.num_ranks = num_ranks
         self.allocator = allocator
         self.pool = allocator.pool
-        self._listeners: dict[int, SlotListener] = {}
-        self._roles: dict[int, str] = {}  # of every request that was asked and has not ended
+        self.listeners: dict[int, SlotListener] = {}  # by rank
         self._arrived: dict[str, list[asyncio.Future[Any]]] = {}
         self._num_awake = 0
         self._is_waking = False
@@ -68,28 +67,26 @@ class SharedAllocator:
         self._report_due: asyncio.TimerHandle | None = None
 
     def listen(self, listener: SlotListener, rank: int = 0) -> None:
-        self._listeners[rank] = listener
+        self.listeners[rank] = listener
 
     def leave(self, rank: int) -> None:
         """Withdraw the requests of a rank that is gone."""
-        del self._listeners[rank]
-        for request in [request for request in self._roles if request % self.num_ranks == rank]:
-            self.withdraw(request)
+        del self.listeners[rank]
+        for request, asked in list(self.allocator.requests.items()):
+            if asked.rank == rank:
+                self.withdraw(request)
 
     def ask(self, request: int, role: str, length: float) -> None:
         """Queue a request. `length`: the expected length of its answer, 0 where unknown."""
-        self._roles[request] = role
         self.allocator.ask(request, role, request % self.num_ranks, length=length)
         self._decide_soon()
 
     def ended(self, request: int) -> None:
-        del self._roles[request]
         self.allocator.ended(request, time.perf_counter())
         self._decide_soon()
 
     def withdraw(self, request: int) -> None:
-        role = self._roles.pop(request)
-        self.allocator.withdraw(request, role, time.perf_counter(), request % self.num_ranks)
+        self.allocator.withdraw(request, time.perf_counter())
         self._decide_soon()
 
     def swapped(self, slot: int) -> None:
@@ -121,13 +118,13 @@ class SharedAllocator:
             self._decide_soon()
 
     async def end_round(self) -> tuple[list[float], list[float]]:
-        """Wait until all ranks end the round; return `Allocator.measurements` and `Usage.sums`."""
+        """Wait until all ranks end the round; return what `Allocator` has measured: `measurements` and `end_round`."""
         return await self._when_all_arrive("end", self._end)
 
     def _end(self) -> tuple[list[float], list[float]]:
         usage = self.allocator.end_round(time.perf_counter())
         self._report_queues()
-        return self.allocator.measurements(), usage.sums()
+        return self.allocator.measurements(), usage
 
     async def learn(self, sums: list[float]) -> dict[str, Any]:
         """Learn from the measurements of all machines, added up; return the state for the next checkpoint."""
@@ -162,15 +159,15 @@ class SharedAllocator:
         for action in self.allocator.decide(time.perf_counter()):
             if isinstance(action, StartRequest):
                 rank = action.request % self.num_ranks
-                self._listeners[rank].start(action.request, action.slot)
-            elif (rank := home_rank(action.slot, self.num_ranks)) in self._listeners:
-                self._listeners[rank].swap(action.slot, action.asleep, action.awake)
+                self.listeners[rank].start(action.request, action.slot)
+            elif (rank := home_rank(action.slot, self.num_ranks)) in self.listeners:
+                self.listeners[rank].swap(action.slot, action.asleep, action.awake)
 
     def _report_queues(self) -> None:
         if self._report_due is not None:
             self._report_due.cancel()
             self._report_due = None
-        first = self._listeners.get(0)
+        first = self.listeners.get(0)
         if first is None:
             return
         now = time.perf_counter()
@@ -205,17 +202,16 @@ class RemoteAllocator:
         self.num_ranks = num_ranks
         self._socket = socket
         self._placement = placement
-        self._fail: Callable[[BaseException], None] = lambda error: None
         self._writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[Any]] = {}
 
-    def listen(self, listener: SlotListener, fail: Callable[[BaseException], None]) -> None:
-        """Call `fail` once the allocator is gone."""
+    def listen(self, listener: SlotListener) -> None:
         self._listener = listener
-        self._fail = fail
 
-    async def open(self, *, timeout_s: float) -> None:
+    async def open(self, fail: Callable[[BaseException], None], *, timeout_s: float) -> None:
+        """Connect; `fail` is called once the allocator is gone."""
+        self._fail = fail
         deadline = time.monotonic() + timeout_s
         while self._writer is None:
             with suppress(FileNotFoundError, ConnectionRefusedError):
@@ -281,74 +277,58 @@ def send(writer: asyncio.StreamWriter, message: list[Any]) -> None:
     writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
 
-class Service:
-    """The shared allocator and the ranks that are connected. The first rank to join says which slots there are."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self.is_over = asyncio.Event()
-        self._ranks: set[int] = set()
-        self._shared: SharedAllocator | None = None
-
-    def join(
-        self, rank: int, pool: dict[str, Any], placement: str, connection: "Connection"
-    ) -> SharedAllocator:
-        if self._shared is None:
-            slot_pool = SlotPool(**{**pool, "roles": tuple(pool["roles"])})
-            allocator = Allocator(slot_pool, parse_placement(placement))
-            self._shared = SharedAllocator(allocator, self.num_ranks)
-        self._ranks.add(rank)
-        self._shared.listen(connection, rank)
-        return self._shared
-
-    def leave(self, rank: int) -> None:
-        assert self._shared is not None
-        self._ranks.remove(rank)
-        self._shared.leave(rank)
-        if not self._ranks:
-            self.is_over.set()
-
-
 class Connection:
-    """One rank, as the shared allocator calls it."""
+    """A rank as the shared allocator calls it: a `SlotListener`."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self._calls: set[asyncio.Future[None]] = set()
 
-    async def serve(self, service: Service, reader: asyncio.StreamReader) -> None:
-        """Call what the rank asks for, until it is gone."""
-        joining = await reader.readline()
-        if not joining:
-            return  # gone before it said which rank it is
-        _, _, rank, pool, placement = json.loads(joining)
-        shared = service.join(rank, pool, placement, self)
-        with suppress(ConnectionError):
-            async for line in reader:
-                method, call, *arguments = json.loads(line)
-                result = getattr(shared, method)(*arguments)
-                if inspect.isawaitable(result):
-                    task = asyncio.ensure_future(self._reply(call, result))
-                    self._calls.add(task)
-                    # An error goes to the loop's handler, which ends the process.
-                    task.add_done_callback(self._calls.discard)
-        service.leave(rank)
-
-    async def _reply(self, call: int, result: Awaitable[Any]) -> None:
-        self._send("reply", call, await result)
-
-    def start(self, request: int, slot: int) -> None:
-        self._send("start", request, slot)
-
-    def swap(self, slot: int, asleep: str, awake: str) -> None:
-        self._send("swap", slot, asleep, awake)
-
-    def queues(self, *counts: Any) -> None:
-        self._send("queues", *counts)
-
-    def _send(self, method: str, *arguments: Any) -> None:
+    def send(self, method: str, *arguments: Any) -> None:
         if not self._writer.is_closing():
             send(self._writer, [method, *arguments])
+
+    start = partialmethod(send, "start")
+    swap = partialmethod(send, "swap")
+    queues = partialmethod(send, "queues")
+
+    async def reply(self, call: int, result: Awaitable[Any]) -> None:
+        self.send("reply", call, await result)
+
+
+class Service:
+    """The ranks that are connected share an allocator. The first to join says which slots there are."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.is_over = asyncio.Event()
+        self._num_ranks = num_ranks
+        self._shared: SharedAllocator | None = None
+        self._calls: set[asyncio.Future[None]] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Call what a rank asks for, until it is gone."""
+        with closing(writer):
+            joining = await reader.readline()
+            if not joining:
+                return  # gone before it said which rank it is
+            _, _, rank, pool, placement = json.loads(joining)
+            if self._shared is None:
+                allocator = Allocator(SlotPool(**pool), parse_placement(placement))
+                self._shared = SharedAllocator(allocator, self._num_ranks)
+            shared = self._shared
+            connection = Connection(writer)
+            shared.listen(connection, rank)
+            with suppress(ConnectionError):
+                async for line in reader:
+                    method, call, *arguments = json.loads(line)
+                    result = getattr(shared, method)(*arguments)
+                    if inspect.isawaitable(result):
+                        task = asyncio.ensure_future(connection.reply(call, result))
+                        self._calls.add(task)
+                        # An error goes to the loop's handler, which ends the process.
+                        task.add_done_callback(self._calls.discard)
+            shared.leave(rank)
+            if not shared.listeners:
+                self.is_over.set()
 
 
 async def serve_allocator(socket: Path, num_ranks: int) -> None:
@@ -367,11 +347,7 @@ async def serve_allocator(socket: Path, num_ranks: int) -> None:
     socket.unlink(missing_ok=True)
     service = Service(num_ranks)
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with closing(writer):
-            await Connection(writer).serve(service, reader)
-
-    server = await asyncio.start_unix_server(serve, str(socket))
+    server = await asyncio.start_unix_server(service.serve, str(socket))
     async with server:
         over = asyncio.ensure_future(service.is_over.wait())
         await asyncio.wait([over, failed], return_when=asyncio.FIRST_COMPLETED)

@@ -77,13 +77,12 @@ class Slots:
             rank: of this process in the whole run.
         """
         self._trace = trace or TraceWriter(None)
-        if isinstance(allocator, RemoteAllocator):
-            allocator.listen(self, self._fail)
-            self._allocator: SharedAllocator | RemoteAllocator = allocator
-        else:
-            local = SharedAllocator(allocator or Allocator(SlotPool(num_slots)))
-            local.listen(self)
-            self._allocator = local
+        self._allocator = (
+            allocator
+            if isinstance(allocator, RemoteAllocator)
+            else SharedAllocator(allocator or Allocator(SlotPool(num_slots)))
+        )
+        self._allocator.listen(self)
         self._pool = self._allocator.pool
         self._sleepers = sleepers
         self._rank = rank
@@ -106,7 +105,7 @@ class Slots:
     async def open(self, *, timeout_s: float) -> None:
         """Reach the allocator; RunError where it is not there in time."""
         if isinstance(self._allocator, RemoteAllocator):
-            await self._allocator.open(timeout_s=timeout_s)
+            await self._allocator.open(self._fail, timeout_s=timeout_s)
 
     def close(self) -> None:
         if isinstance(self._allocator, RemoteAllocator):

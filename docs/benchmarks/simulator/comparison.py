@@ -41,7 +41,7 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        return fmean(outcome.usage.seconds for outcome in self.rounds)
+        return fmean(outcome.seconds for outcome in self.rounds)
 
     @property
     def idle_share(self) -> float:
@@ -53,11 +53,11 @@ class Result:
 
     @property
     def swaps(self) -> float:
-        return fmean(outcome.usage.swaps for outcome in self.rounds)
+        return fmean(outcome.metrics["ycore/swaps"] for outcome in self.rounds)
 
     @property
     def swap_s(self) -> float:
-        return fmean(sum(outcome.usage.swap_s) for outcome in self.rounds)
+        return fmean(outcome.metrics["ycore/swap_s"] for outcome in self.rounds)
 
 
 def simulate(

@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from statistics import fmean
 
 from simulator.speeds import Speed
-from ycore.placement.allocator import Allocator, Usage, usage_metrics
+from ycore.placement.allocator import Allocator, usage_metrics
 from ycore.placement.placement import ROLLOUT, StartRequest
 from ycore.round.sampling import AcceptanceRate, num_to_draw
 from ycore.run.trace import SWAP, Span
@@ -190,7 +190,8 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    usage: Usage
+    seconds: float
+    usage: list[float]  # as `Allocator.end_round` gives it, of all machines
     uses: list[tuple[str, int, float, float]]  # of slots, each as `lanes` names it
     drawn: int
 
@@ -201,7 +202,7 @@ class Outcome:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return usage_metrics(self.usage.sums())
+        return usage_metrics(self.usage)
 
 
 @dataclass(slots=True)
@@ -283,10 +284,8 @@ class SimulatedRound:
             "every request was answered"
         )
         usages = [allocator.end_round(now) for allocator in self.allocators]
-        busy_s = [seconds for usage in usages for seconds in usage.busy_s]
-        swap_s = [seconds for usage in usages for seconds in usage.swap_s]
-        usage = Usage(now, busy_s, swap_s, sum(usage.swaps for usage in usages))
-        return Outcome(usage, self._uses, self._drawn)
+        usage = [sum(values) for values in zip(*usages, strict=True)]
+        return Outcome(now, usage, self._uses, self._drawn)
 
     def _draw(self) -> None:
         demand = self.demand

@@ -25,11 +25,9 @@ from ycore.run.files import (
 from ycore.run.metrics import MetricsWriter
 from ycore.run.resuming import (
     CheckpointWriter,
-    RankGroup,
     checkpoint_of,
     controller_file,
     newest_for,
-    step_of,
 )
 from ycore.run.trace import TRAIN, Mark, TraceWriter
 from ycore.trainer import __main__ as trainer
@@ -49,15 +47,15 @@ class ArithmeticRun:
         self._num_steps = int(read_json(folder.config)["config"]["steps"])
         self._journal = Journal(folder.journal, rank=0)
         self._writer = CheckpointWriter(
-            folder, expected_bytes=1000, keep=2, ranks=RankGroup(), prune=self._journal.prune
+            folder, expected_bytes=1000, keep=2, prune=self._journal.prune
         )
         check_contents(folder, json.loads(os.environ[CONTENTS]))
         self._metrics = MetricsWriter(folder.metrics)
         self._trace = TraceWriter(folder.trace)
-        newest = newest_for(folder.checkpoints, world=1, say=print)
-        self._step = self._value = 0
-        if newest is not None:
-            self._step = step_of(newest)
+        self._step = newest_for(folder.checkpoints, world=1, say=print)
+        self._value = 0
+        if self._step:
+            newest = checkpoint_of(folder.checkpoints, self._step)
             self._value = read_json(newest / controller_file(0))["value"]
         self._metrics.forget_after(self._step)
 

@@ -334,7 +334,7 @@ POINTS: tuple[Point, ...] = (
     Point(
         "manifest written, no name",
         _FOLDER,
-        '    for inner in (path for path in (staged, *staged.rglob("*")) if path.is_dir()):\n',
+        "    sync_tree(staged)\n",
         before=True,
         each_step=False,
     ),

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from tests.tiny_model import write_tiny_model
 from ycore.errors import ModelError
 from ycore.flow.flow_inputs import flow_model
-from ycore.models.names import resolve_model, sighted_family
+from ycore.models.model_facts import sighted_family
+from ycore.models.names import resolve_model
 
 
 @pytest.fixture

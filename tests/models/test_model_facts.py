@@ -17,8 +17,8 @@ from ycore.models.model_facts import (
     known_config,
     model_config,
     model_facts,
+    sighted_family,
 )
-from ycore.models.names import sighted_family
 
 # As the hub tells them, or as the weights' own shapes add up.
 COUNTED = {

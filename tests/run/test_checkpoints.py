@@ -19,7 +19,6 @@ from ycore.run import resuming
 from ycore.run.files import RunFolder, seal
 from ycore.run.resuming import (
     CheckpointWriter,
-    RankGroup,
     checkpoint_of,
     checkpoint_problem,
     checkpoints_in,
@@ -93,7 +92,7 @@ def test_every_damage_to_every_file_is_found_named_and_passed_over(
     hurt, said = DAMAGES[damage]
     hurt(checkpoint_of(tmp_path, 6) / name)
     lines: list[str] = []
-    assert newest_whole(tmp_path, say=lines.append) == checkpoint_of(tmp_path, 4)
+    assert newest_whole(tmp_path, say=lines.append) == 4
     (line,) = lines
     assert line.startswith("checkpoint-6 is damaged (") and name in line and said in line
     assert line.endswith("kept as damaged-checkpoint-6")
@@ -116,14 +115,14 @@ def test_damage_to_the_manifest_too(
     save(tmp_path, 4)
     damage(save(tmp_path, 6) / "manifest.json")
     lines: list[str] = []
-    assert newest_whole(tmp_path, say=lines.append) == checkpoint_of(tmp_path, 4)
+    assert newest_whole(tmp_path, say=lines.append) == 4
     assert said in lines[0]
 
 
 def test_a_run_of_which_every_checkpoint_is_damaged_does_not_begin_again_by_itself(
     tmp_path: Path,
 ) -> None:
-    assert newest_whole(tmp_path, say=print) is None
+    assert newest_whole(tmp_path, say=print) == 0
     for step in (2, 4):
         flip(save(tmp_path, step) / "optimizer.pt")
     with pytest.raises(RunFolderError, match=r"no checkpoint .* verifies .*--resume-from 0"):
@@ -140,19 +139,15 @@ def test_a_run_of_which_every_checkpoint_is_damaged_does_not_begin_again_by_itse
 def test_two_are_always_kept(tmp_path: Path, keep: int | None, left: list[int]) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    assert (
-        [step_of(path) for path in drop_oldest(tmp_path, keep=keep)] == left == steps(tmp_path)
-    )
+    drop_oldest(tmp_path, keep=keep)
+    assert steps(tmp_path) == left
 
 
 def test_what_a_killed_save_or_removal_left_is_cleared(tmp_path: Path) -> None:
     save(tmp_path, 2)
     (staging(tmp_path, 4) / "checkpoint-4").mkdir(parents=True)
     (tmp_path / ".dropping-checkpoint-1").mkdir()
-    assert sorted(clear_leftovers(tmp_path)) == [
-        ".dropping-checkpoint-1",
-        ".saving-checkpoint-4",
-    ]
+    clear_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
@@ -179,7 +174,7 @@ def test_a_save_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     home = RunFolder(tmp_path)
     monkeypatch.setattr("ycore.run.work._board", home.work)
     home.metrics.touch()
-    writer = CheckpointWriter(home, expected_bytes=1, keep=2, ranks=RankGroup())
+    writer = CheckpointWriter(home, expected_bytes=1, keep=2)
     with writer.saving(2) as staged:
         (staged / "checkpoint-2").mkdir()
         (staged / "checkpoint-2" / "trainer_state.json").write_text("{}")
@@ -221,10 +216,11 @@ def test_killed_at_any_moment_of_a_save_the_newest_checkpoint_verifies(tmp_path:
         process.stdout.close()
         whole = [path for path in checkpoints_in(tmp_path) if checkpoint_problem(path) is None]
         assert whole == checkpoints_in(tmp_path) and len(whole) >= 2
-        half += len(clear_leftovers(tmp_path))
+        half += len([*tmp_path.glob(".*")])
+        clear_leftovers(tmp_path)
         newest = newest_whole(tmp_path, say=print)
-        assert newest is not None and step_of(newest) > last
-        last = step_of(newest)
+        assert newest > last
+        last = newest
     assert half > 0, "no kill landed in a save"
 
 

@@ -13,12 +13,12 @@ from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
 from ycore.errors import ConfigError, RewardError
 from ycore.launch.layout import Site
 from ycore.launch.machine_checks import check_run
+from ycore.models.model_facts import sighted_family
 from ycore.models.names import (
     ChatTemplate,
     ModelPlan,
     require_chat_template,
     require_sight,
-    sighted_family,
 )
 from ycore.rewards.builtin import ENVIRONMENT, REFERENCE
 from ycore.sandbox.level import choose_level

@@ -23,12 +23,12 @@ from ycore.config.trl_arguments import derive_tune_batch, trl_arguments
 from ycore.data.examples import load_examples
 from ycore.errors import ConfigError
 from ycore.launch.layout import Site, site_of
+from ycore.models.model_facts import sighted_family
 from ycore.models.names import (
     ModelPlan,
     require_chat_template,
     require_sight,
     resolve_model,
-    sighted_family,
 )
 from ycore.rewards.worker_client import check_reward
 from ycore.run.claim import (

@@ -45,11 +45,9 @@ from ycore.run.files import (
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
 from ycore.run.resuming import (
     CheckpointWriter,
-    RankGroup,
     checkpoint_of,
     controller_file,
     newest_for,
-    step_of,
 )
 from ycore.run.secrets import load_config
 from ycore.types import JsonObject, Record
@@ -102,16 +100,14 @@ class FlowRun:
             self.home,
             expected_bytes=sum(16 * weight.numel() for weight in policy.trained.values()),
             keep=_NUM_CHECKPOINTS,
-            ranks=RankGroup(),
             prune=None if config.keep_journal else journal.prune,
         )
 
     def train(self) -> None:
         """Take all steps, from the newest checkpoint if there is one; Interrupted where it is asked to stop."""
         config = self.config
-        newest = newest_for(self.home.checkpoints, world=1, say=partial(print, flush=True))
-        if newest is not None:
-            self._restore(newest)
+        if step := newest_for(self.home.checkpoints, world=1, say=partial(print, flush=True)):
+            self._restore(step)
         self._metrics.forget_after(self._step)
         # Pictures of a round that was cut short may be damaged after a loss of power.
         drop_pictures(self.home)
@@ -230,7 +226,8 @@ class FlowRun:
         if not self.config.keep_journal:
             drop_pictures(self.home)
 
-    def _restore(self, checkpoint: Path) -> None:
+    def _restore(self, step: int) -> None:
+        checkpoint = checkpoint_of(self.home.checkpoints, step)
         weights = load_file(checkpoint / "model.safetensors")
         learner = self.learner
         device = self.learner.policy.device
@@ -239,7 +236,7 @@ class FlowRun:
         learner.old = {name: weight.to(device) for name, weight in old.items()}
         state = torch.load(checkpoint / "optimizer.pt", map_location=device, weights_only=True)
         learner.optimizer.load_state_dict(state)
-        self._step = self._checkpoints.saved_step = step_of(checkpoint)
+        self._step = self._checkpoints.saved_step = step
         self._state = read_json(checkpoint / controller_file(0))["controller"]
         self.controller.restore(self._state)
 

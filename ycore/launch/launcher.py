@@ -25,7 +25,7 @@ from ycore.run.claim import Claim, claim, run_facts
 from ycore.run.files import RunFolder, as_run_error, read_json, write_json_atomic
 from ycore.run.interrupt import StopRequests
 from ycore.run.metrics import Status, read_metrics, summarise
-from ycore.run.resuming import checkpoints_in, step_of
+from ycore.run.resuming import last_step
 from ycore.run.secrets import redact
 from ycore.run.text import Say, as_duration, topic
 from ycore.view.activity import RunActivity
@@ -102,11 +102,10 @@ def _open_progress(
     activity = RunActivity(folder.root)
     if not kind.trains:
         return open_progress(None, unit="prompts", look=activity.look)
-    checkpoints = checkpoints_in(folder.checkpoints)
     return open_progress(
         config.steps or num_steps,
         look=activity.look,
-        first_step=step_of(checkpoints[-1]) if checkpoints else 0,
+        first_step=last_step(folder.checkpoints),
     )
 
 

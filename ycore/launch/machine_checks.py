@@ -25,8 +25,7 @@ from ycore.launch.layout import (
     planned_site,
     this_machine,
 )
-from ycore.models.model_facts import ModelFacts
-from ycore.models.names import sighted_family
+from ycore.models.model_facts import ModelFacts, sighted_family
 from ycore.placement.placement import REWARD_MODEL, better_divisions
 from ycore.plan.devices import GIB, Fleet
 from ycore.plan.memory import engine_weight_bytes

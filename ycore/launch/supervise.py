@@ -26,7 +26,7 @@ from ycore.run.files import RunFolder
 from ycore.run.interrupt import StopRequests
 from ycore.run.metrics import MetricsFollower
 from ycore.run.reports import forget_reports
-from ycore.run.resuming import checkpoints_in, step_of
+from ycore.run.resuming import last_step
 from ycore.view.activity import RunActivity
 from ycore.view.progress import RunProgress
 
@@ -126,8 +126,7 @@ class Supervisor:
         self._progressed = self._began = time.monotonic()
         self._start_s: float | None = None  # until this trainer's first step had ended
         self._move: RunConfig | None = None  # with a better division of devices
-        checkpoints = checkpoints_in(self.folder.checkpoints)
-        self._step = step_of(checkpoints[-1]) if checkpoints else 0
+        self._step = last_step(self.folder.checkpoints)
         # The ranks meet where an earlier start's did, which must be gone everywhere.
         self.machines.gather(
             f"start {self._num_restarts}", look=partial(self._look, max_stops=0)

@@ -5,12 +5,21 @@ models.json has the configs of well-known models, as the hub has them, so that a
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ycore.errors import ModelError, nearest
-from ycore.models.names import ANSWER_WITHIN_S, BUILTIN, ask_hub, cached_snapshot, read_settings
+from ycore.models.convert import is_adapter
+from ycore.models.names import (
+    ANSWER_WITHIN_S,
+    BUILTIN,
+    ask_hub,
+    base_name,
+    cached_snapshot,
+    read_settings,
+)
 from ycore.types import JsonObject, Record
 
 KNOWN_CONFIGS: Mapping[str, JsonObject] = json.loads(
@@ -245,10 +254,9 @@ def model_config(name: str, *, ask: bool = True) -> JsonObject:
     path = Path(name).expanduser()
     if path.suffix == ".json" and path.is_file():
         return _read(path)
+    if is_adapter(path) and (base := base_name(path)):
+        return model_config(base, ask=ask)
     if path.is_dir():
-        base = read_settings(path / "adapter_config.json").get("base_model_name_or_path")
-        if isinstance(base, str) and not (path / "config.json").is_file():
-            return model_config(base, ask=ask)
         return _read(path / "config.json")
     if known := known_config(
         name
@@ -257,6 +265,14 @@ def model_config(name: str, *, ask: bool = True) -> JsonObject:
     if name.count("/") < 2 and (snapshot := cached_snapshot(name)):
         return model_config(str(snapshot), ask=ask)
     return _from_hub(name, ask=ask)
+
+
+def sighted_family(name: str) -> str | None:
+    """Return the `model_type` of a model that reads pictures, where its config is on this machine."""
+    with suppress(ModelError):
+        config = model_config(name, ask=False)
+        return str(config.get("model_type")) if "vision_config" in config else None
+    return None
 
 
 def _read(path: Path) -> JsonObject:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -320,17 +320,13 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         # transformers' own tag, which marks what the assistant wrote
         source = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", self.source or "")
         source = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", source)
         return environment.from_string(source)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _refuse(message: str) -> None:
@@ -450,22 +446,6 @@ def hub_id(name: str, folder: Path) -> str | None:
     )
 
 
-def sighted_family(name: str) -> str | None:
-    """Return the `model_type` of a model that reads pictures, where its config is on this machine."""
-    folder = Path(os.path.expanduser(name))
-    if name in BUILTIN and not folder.is_dir():
-        folder = cache_dir() / "builtin" / name
-    if not folder.is_dir():
-        snapshot = cached_snapshot(name) if name.count("/") == 1 else None
-        if snapshot is None:
-            return None
-        folder = snapshot
-    if is_adapter(folder):
-        return None if _is_its_own_base(folder) else sighted_family(base_name(folder))
-    config = read_settings(folder / "config.json")
-    return str(config.get("model_type")) if "vision_config" in config else None
-
-
 def reads_text_only(plan: ModelPlan) -> bool:
     """Tell whether the model reads text only; False for a model whose config is not known yet."""
     return plan.config is not None and "vision_config" not in plan.config
@@ -514,7 +494,7 @@ def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
             f"the adapter folder {name} has no {_ADAPTER_WEIGHTS}; save the adapter again"
         )
     named = base_name(path)
-    if not named or _is_its_own_base(path):
+    if not named:
         raise ModelError(
             f"the adapter {name} names no base model; set base_model_name_or_path in {ADAPTER_CONFIG}"
         )
@@ -541,13 +521,11 @@ def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
 
 
 def base_name(adapter: Path) -> str:
-    """Return an adapter's name of its base; empty where that can be no name."""
+    """Return an adapter's name of its base; empty where that can be no name, or is the adapter itself."""
     name = read_settings(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
-    return name if isinstance(name, str) and name.isprintable() and len(name) < 1000 else ""
-
-
-def _is_its_own_base(adapter: Path) -> bool:
-    return Path(os.path.expanduser(base_name(adapter))).resolve() == adapter.resolve()
+    if not isinstance(name, str) or not name.isprintable() or len(name) >= 1000:
+        return ""
+    return "" if Path(os.path.expanduser(name)).resolve() == adapter.resolve() else name
 
 
 def _content_id(path: Path) -> str:

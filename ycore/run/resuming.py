@@ -41,6 +41,7 @@ from ycore.run.files import (
     read_regular,
     seal,
     sync,
+    sync_tree,
     unseal,
     write_bytes_atomic,
 )
@@ -95,6 +96,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
     )
 
 
+def last_step(folder: Path) -> int:
+    """Return the step of the newest published checkpoint, which is not read; 0 where there is none."""
+    return max(map(step_of, checkpoints_in(folder)), default=0)
+
+
 def staging(folder: Path, step: int) -> Path:
     """Return the folder in which to write `checkpoint-STEP` before it is published."""
     return folder / f"{_SAVING}{_PREFIX}{step}"
@@ -118,16 +124,13 @@ def publish(folder: Path, step: int, *, world: int) -> Path:
     files = sorted(
         path for path in staged.rglob("*") if path.is_file() and path.name != _MANIFEST
     )
-    for path in files:
-        sync(path)
     names = [str(path.relative_to(staged)) for path in files]
     listed = dict(zip(names, _fingerprints(files), strict=True))
     write_bytes_atomic(
         staged / _MANIFEST,
         seal({"schema": SCHEMA}, Manifest(step=step, world=world, files=listed).model_dump()),
     )
-    for inner in (path for path in (staged, *staged.rglob("*")) if path.is_dir()):
-        sync(inner)
+    sync_tree(staged)
     if place.is_dir():
         _drop(place)
     os.rename(staged, place)
@@ -196,8 +199,8 @@ def _first_damage(checkpoint: Path, expected: dict[str, Fingerprint]) -> str | N
     return None
 
 
-def newest_whole(folder: Path, *, say: Say, moves: bool = True) -> Path | None:
-    """Return the latest checkpoint that verifies; None where no checkpoint was ever saved.
+def newest_whole(folder: Path, *, say: Say, moves: bool = True) -> int:
+    """Return the step of the latest checkpoint that verifies; 0 where no checkpoint was ever saved.
 
     Args:
         say: takes a line for each damaged checkpoint, which is passed over.
@@ -210,7 +213,7 @@ def newest_whole(folder: Path, *, say: Say, moves: bool = True) -> Path | None:
     for checkpoint in reversed(checkpoints_in(folder)):
         problem = checkpoint_problem(checkpoint)
         if problem is None:
-            return checkpoint
+            return step_of(checkpoint)
         kept = f", and kept as {_move(checkpoint, 'damaged-').name}" if moves else ""
         say(f"{checkpoint.name} is damaged ({problem}); passed over{kept}")
         reasons.append(f"{checkpoint.name}: {problem}")
@@ -219,16 +222,16 @@ def newest_whole(folder: Path, *, say: Say, moves: bool = True) -> Path | None:
             f"no checkpoint in {folder} verifies ({'; '.join(reasons)}); "
             "begin again with --resume-from 0, or choose another --output"
         )
-    return None
+    return 0
 
 
-def newest_for(folder: Path, *, world: int, say: Say) -> Path | None:
-    """Clear away what a killed save left, and return the newest checkpoint that verifies and fits `world` ranks."""
+def newest_for(folder: Path, *, world: int, say: Say) -> int:
+    """Clear away what a killed save left, and return the step from which `world` ranks go on; 0 is the beginning."""
     clear_leftovers(folder)
-    newest = newest_whole(folder, say=say)
-    if newest is not None:
-        check_ranks(newest, world=world)
-    return newest
+    step = newest_whole(folder, say=say)
+    if step:
+        check_ranks(checkpoint_of(folder, step), world=world)
+    return step
 
 
 def check_ranks(checkpoint: Path, *, world: int) -> None:
@@ -265,20 +268,17 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
     ]
 
 
-def drop_oldest(folder: Path, *, keep: int | None) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints (at least two; None keeps all); return those that are left."""
+def drop_oldest(folder: Path, *, keep: int | None) -> None:
+    """Remove all but the newest `keep` checkpoints (at least two; None keeps all)."""
     if keep is not None:
         for old in checkpoints_in(folder)[: -max(keep, MIN_KEPT)]:
             _drop(old)
-    return checkpoints_in(folder)
 
 
-def clear_leftovers(folder: Path) -> list[str]:
-    """Remove what a killed save or a killed removal left; return the names."""
-    leftovers = [*folder.glob(f"{_SAVING}*"), *folder.glob(f"{_DROPPING}*")]
-    for path in leftovers:
+def clear_leftovers(folder: Path) -> None:
+    """Remove what a killed save or a killed removal left."""
+    for path in [*folder.glob(f"{_SAVING}*"), *folder.glob(f"{_DROPPING}*")]:
         shutil.rmtree(path)
-    return [path.name for path in leftovers]
 
 
 def size_of(checkpoint: Path) -> int:
@@ -345,7 +345,7 @@ class CheckpointWriter:
         *,
         expected_bytes: int,
         keep: int | None,
-        ranks: RankGroup,
+        ranks: RankGroup = RankGroup(),  # noqa: B008 -- it is a tuple
         prune: Callable[[int], None] | None = None,
     ) -> None:
         make_folder(home.checkpoints)
@@ -405,15 +405,11 @@ class CheckpointWriter:
             )
 
     def _stage(self, staged: Path, step: int) -> None:
-        self._check_spare_room(step)
+        """Make the folder; RunError unless about as much is free as the last checkpoint took."""
+        if self._free_bytes() < _SPARE * self._last_bytes():
+            raise RunError(self._no_room(step))
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(mode=0o700)
-
-    def _check_spare_room(self, step: int) -> None:
-        """RunError before anything is written: as much as the last checkpoint took must be free."""
-        last_bytes = self._last_bytes()
-        if last_bytes is not None and self._free_bytes() < int(_SPARE * last_bytes):
-            raise RunError(self._no_room(step))
 
     def _no_room(self, step: int) -> str:
         whole = checkpoints_in(self._folder)
@@ -425,9 +421,8 @@ class CheckpointWriter:
             f"{last}: make room, and go on with --resume"
         )
 
-    def _last_bytes(self) -> int | None:
-        whole = checkpoints_in(self._folder)
-        return size_of(whole[-1]) if whole else None
+    def _last_bytes(self) -> int:
+        return sum(map(size_of, checkpoints_in(self._folder)[-1:]))
 
     def _free_bytes(self) -> int:
         return shutil.disk_usage(self._folder).free
@@ -578,8 +573,7 @@ def outlook(folder: RunFolder, options: Resume) -> list[str]:
     lines: list[str] = []
     step = options.step
     if step is None:
-        newest = newest_whole(folder.checkpoints, say=lines.append, moves=False)
-        step = 0 if newest is None else step_of(newest)
+        step = newest_whole(folder.checkpoints, say=lines.append, moves=False)
     return [*lines, _beginning(step)]
 
 
@@ -605,11 +599,14 @@ def settle(
     folder_claim = Claim(folder)
     try:
         check_claim(folder, config, resume=options)
-        newest = _newest_checkpoint(folder, options.step, world=world, say=say)
-        step = 0 if newest is None else step_of(newest)
+        if options.step is not None:
+            check_checkpoint(folder, options.step)
+            for path in set_aside_after(folder.checkpoints, options.step):
+                say(f"{path.name}: of a later step than {options.step}")
+        step = newest_for(folder.checkpoints, world=world, say=say)
         folder.summary.unlink(missing_ok=True)  # a finished run that goes on is not finished
         say(_beginning(step))
-        world_before = _world_before(folder, newest)
+        world_before = _world_before(folder, step)
         if world_before not in (None, world):
             say(
                 f"{world} rank{'s' if world > 1 else ''} instead of {world_before}: the prompts come in the same "
@@ -625,17 +622,6 @@ def settle(
         folder_claim.release()
 
 
-def _newest_checkpoint(
-    folder: RunFolder, step: int | None, *, world: int, say: Say
-) -> Path | None:
-    """Move checkpoints after `step` aside, and return the newest that verifies and that `world` ranks can load."""
-    if step is not None:
-        check_checkpoint(folder, step)
-        for path in set_aside_after(folder.checkpoints, step):
-            say(f"{path.name}: of a later step than {step}")
-    return newest_for(folder.checkpoints, world=world, say=say)
-
-
 def check_world(folder: RunFolder, options: Resume, *, world: int) -> None:
     """Check the ranks of the checkpoint that the run would go on from, by its manifest alone (`check_ranks`)."""
     for checkpoint in reversed(checkpoints_in(folder.checkpoints)):
@@ -649,10 +635,10 @@ def check_world(folder: RunFolder, options: Resume, *, world: int) -> None:
         return
 
 
-def _world_before(folder: RunFolder, newest: Path | None) -> int | None:
+def _world_before(folder: RunFolder, step: int) -> int | None:
     """Return the number of ranks that left the checkpoint, or else the first round; None where neither is there."""
-    if newest is not None:
-        return read_checkpoint_manifest(newest).world
+    if step:
+        return read_checkpoint_manifest(checkpoint_of(folder.checkpoints, step)).world
     with contextlib.suppress(RunFolderError, FileNotFoundError):
         _, content = read_round(round_file(folder.journal, 0, 0))
         return int(content["world"])

@@ -376,14 +376,11 @@ class TrainingRun(ABC, TrainerCallback):
             Interrupted: the run was asked to stop before the last step.
         """
         ranks = self.trainer.accelerator.num_processes
-        newest = (
-            newest_for(self.home.checkpoints, world=ranks, say=partial(print, flush=True))
-            if self.leads
-            else None
-        )
-        step = int(
-            self.sum_over_ranks(0 if newest is None else step_of(newest))
-        )  # all ranks take the first one's
+        step = 0
+        if self.leads:
+            say = partial(print, flush=True)
+            step = newest_for(self.home.checkpoints, world=ranks, say=say)
+        step = int(self.sum_over_ranks(step))  # all ranks take the first one's
         checkpoint = checkpoint_of(self.home.checkpoints, step) if step else None
         accept_numbered_cpus()
         if checkpoint is not None:

@@ -17,7 +17,14 @@ from ycore.errors import YcoreError
 from ycore.run.claim import AS_IT_WAS, check_claim, is_finished, stored_config
 from ycore.run.files import LineFollower, RunFolder
 from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
-from ycore.run.resuming import newest_for, read_round, round_file, rounds_in, settle, step_of
+from ycore.run.resuming import (
+    checkpoint_of,
+    newest_for,
+    read_round,
+    round_file,
+    rounds_in,
+    settle,
+)
 from ycore.run.trace import Mark, TraceWriter, new_events
 
 State = Mapping[str, bytes | None]
@@ -222,9 +229,8 @@ def _judge(subject: Subject, cut: int, state: State, folder: RunFolder) -> str:
     check_claim(folder, config, resume=AS_IT_WAS)
     lines: list[str] = []
     settle(folder, config, AS_IT_WAS, world=1, say=lines.append)
-    newest = newest_for(folder.checkpoints, world=1, say=lines.append)
-    step = 0 if newest is None else step_of(newest)
-    _check_checkpoint(witness, cut, newest, step)
+    step = newest_for(folder.checkpoints, world=1, say=lines.append)
+    _check_checkpoint(witness, cut, folder, step)
     _check_rounds(witness, cut, folder, step)
     with contextlib.redirect_stderr(io.StringIO()) as warnings:
         _check_metrics(witness, folder, step)
@@ -263,11 +269,12 @@ def rows_of(data: bytes) -> list[dict[str, Any]]:
     return rows
 
 
-def _check_checkpoint(witness: Witness, cut: int, newest: Path | None, step: int) -> None:
+def _check_checkpoint(witness: Witness, cut: int, folder: RunFolder, step: int) -> None:
     promised = max((promise.step for promise in witness.promised(cut, "checkpoint")), default=0)
     if step < promised:
         raise Broken(f"it goes on from step {step}, and checkpoint-{promised} had been saved")
-    if newest is not None:
+    if step:
+        newest = checkpoint_of(folder.checkpoints, step)
         files = {
             str(path.relative_to(newest)): path.read_bytes()
             for path in newest.rglob("*")

@@ -315,7 +315,7 @@ POINTS: tuple[Point, ...] = (
     Point(
         "step taken, not reported",
         _SAVER,
-        "        self._trainer.refuse_broken_weights()\n",
+        "        self.checkpoints.remember()\n",
         before=True,
     ),
     Point(
@@ -327,7 +327,7 @@ POINTS: tuple[Point, ...] = (
     Point(
         "checkpoint written, no manifest",
         _FOLDER,
-        "    for path in files:\n",
+        "    names = [str(path.relative_to(staged)) for path in files]\n",
         before=True,
         each_step=False,
     ),

@@ -24,7 +24,7 @@ from ycore.round.assemble import assemble
 from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
 from ycore.trainer.rollout_run import RolloutRun
-from ycore.trainer.training_run import StepMetrics
+from ycore.trainer.training_run import TrainingRun
 from ycore.trl.seam import SeamGRPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -208,7 +208,7 @@ def test_steps_without_a_group_that_can_teach_take_no_forward_and_end_a_run(
     assert [row["step"] for row in read_metrics(ending.metrics)] == [1, 2]
     short = constant(tmp_path / "short", model, stop_when=["seconds:1"])
     monkeypatch.setattr(
-        StepMetrics, "seconds", property(lambda _: 0.7, lambda *_: None), raising=False
+        TrainingRun, "last_step_s", property(lambda _: 0.7, lambda *_: None), raising=False
     )
     train(short)
     assert [row["step"] for row in read_metrics(short.metrics)] == [1]

@@ -241,7 +241,7 @@ def test_while_all_work_there_is_no_exit_code(
 ) -> None:
     rank(0, SLEEPER), rank(1, SLEEPER)
     assert trainer.exit_code is None
-    assert trainer.name == "trainer"
+    assert trainer.ended.name == "trainer"
 
 
 def test_the_first_failure_is_the_runs(
@@ -251,12 +251,9 @@ def test_the_first_failure_is_the_runs(
     fail(folder, 0, 1, "another rank failed: rank 1: no such row", at=2.0)
     fail(folder, 1, 2, "no such row", at=1.0)
     assert exit_code(trainer) == 2
-    assert (trainer.name, trainer.user_error(), trainer.last_line()) == (
-        "trainer rank 1",
-        "no such row",
-        "no such row",
-    )
-    assert trainer.log == folder.log("trainer-1")
+    assert trainer.user_error() == "no such row"
+    log = folder.log("trainer-1")
+    assert trainer.ended == ("trainer rank 1", log, "exit status 2: no such row")
 
 
 def test_a_rank_that_vanished_is_the_cause_of_what_others_then_met(
@@ -270,8 +267,8 @@ def test_a_rank_that_vanished_is_the_cause_of_what_others_then_met(
     gone.kill()
     fail(folder, 0, 1, "RuntimeError: Connection closed by peer", at=1.0, expected=False)
     assert exit_code(trainer) == 1
-    assert trainer.name == "trainer rank 1"
-    assert trainer.how_it_ended() == "a signal, killed or out of memory"
+    name, _, ending = trainer.ended
+    assert (name, ending) == ("trainer rank 1", "a signal, killed or out of memory")
 
 
 def test_an_allocator_that_vanished_is_the_cause_of_what_ranks_then_met(
@@ -294,12 +291,7 @@ def test_an_allocator_that_vanished_is_the_cause_of_what_ranks_then_met(
         allocator.send(signal.SIGKILL)
         fail(folder, 0, 1, "the allocator of this machine's slots is gone", at=1.0)
         assert exit_code(trainer) == 1
-        assert (trainer.name, trainer.how_it_ended(), trainer.last_line()) == (
-            "allocator",
-            "killed by SIGKILL",
-            "",
-        )
-        assert trainer.log == folder.log("allocator")
+        assert trainer.ended == ("allocator", folder.log("allocator"), "killed by SIGKILL")
     finally:
         launcher.send(signal.SIGKILL)
         launcher.wait(timeout_s=WITHIN_S)

@@ -120,7 +120,7 @@ def _places(config: AnyConfig, model: ModelPlan, site: Site) -> JsonObject:
             "here": layout.local,
             "machines": layout.num_machines,
             "machine": layout.machine_rank,
-            "meet": (layout.accelerate or {}).get("main_process_ip"),
+            "meet": layout.accelerate.get("main_process_ip"),
         },
     }
 

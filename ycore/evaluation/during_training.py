@@ -52,9 +52,7 @@ class EvaluatedRun(Protocol):
     trainer: Any
     leads: bool
     ended_early: str | None
-
-    @property
-    def last_step_s(self) -> float: ...
+    last_step_s: float
 
     def mark_progress(self) -> None: ...
 
@@ -64,7 +62,7 @@ class EvaluatedRun(Protocol):
 
 
 class Evaluation(TrainerCallback, ABC):
-    """Evaluate on schedule. Add it after the checkpoints' callback.
+    """Evaluate on schedule. Add it after the run's own callback, which remembers the step's end.
 
     Args:
         measures: whether there are rows to measure on.

@@ -172,10 +172,7 @@ class LiveEngine:
         if asleep_file(self.engine.socket).exists():
             return None
         if self._process.exit_code is not None:
-            line = self.last_line()
-            return EngineFault(
-                f"ended with {self._process.how_it_ended()}" + (f": {line}" if line else "")
-            )
+            return EngineFault(f"ended with {self._process.ended.ending}")
         for name, part in self._parts.items():
             if not is_alive(part):
                 return EngineFault(f"lost its process {name}, killed or out of memory")

@@ -7,20 +7,20 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ycore.config.schema import BaseConfig, RunConfig, ScoredConfig, TuneConfig
+from ycore.config.schema import BaseConfig, RunConfig, TuneConfig
 from ycore.errors import Interrupted, MachineLost, RunError, YcoreError
 from ycore.launch.engine_watch import EngineWatch, start_engines
 from ycore.launch.engines import fetch_for_run, plan_engines
 from ycore.launch.guardian import guarded
 from ycore.launch.layout import WAITS, Site, on_machine, site_of
-from ycore.launch.machine_checks import check_run, find_move
+from ycore.launch.machine_checks import check_run
 from ycore.launch.machines import Machines, meeting
-from ycore.launch.supervise import Rebalanced, RunKind, Supervisor, TrainerLimits
+from ycore.launch.supervise import Rebalanced, RunKind, Supervisor, limits_of
 from ycore.run.claim import Claim, claim, run_facts
 from ycore.run.files import RunFolder, as_run_error, read_json, write_json_atomic
 from ycore.run.interrupt import StopRequests
@@ -156,17 +156,8 @@ class LocalRun:
             site=self.site,
             machines=machines,
             engines=engines,
-            home=RunFolder(Path(self.config.output)),
             progress=self.progress,
             stops=stops,
-            limits=limits_of(self.config),
-            find_move=partial(
-                find_move,
-                self.config,
-                self.site,
-                partial(read_metrics, self.site.folder.metrics),
-                self.progress.say,
-            ),
         ).watch()
 
     def start_engines(self) -> EngineWatch:
@@ -254,16 +245,6 @@ class LocalRun:
             _draw(config, folder, metrics, self.progress.say)
             self.progress.say(_closing_line(summary, measure))
         return summary
-
-
-def limits_of(config: BaseConfig) -> TrainerLimits:
-    """Return the time limits of a run's trainer and the number of its restarts."""
-    if not isinstance(config, ScoredConfig):
-        return TrainerLimits()
-    limits = TrainerLimits(step_s=config.step_timeout_s, restarts=config.restarts)
-    if isinstance(config, RunConfig):
-        limits = replace(limits, start_s=config.engine.start_timeout_s)
-    return limits
 
 
 def _training_results(config: BaseConfig, folder: RunFolder, metrics: list[Summary]) -> Summary:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -201,12 +201,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The training ranks. `accelerate` None is one rank, started without accelerate's launcher."""
+    """The training ranks. `accelerate`: its config, empty for one rank that is started without its launcher."""
 
     world: int = 1
     num_machines: int = 1
     machine_rank: int = 0
-    accelerate: Mapping[str, Any] | None = None
+    accelerate: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def local(self) -> int:
@@ -217,24 +217,22 @@ class Layout:
     def sharding(self) -> Sharding:
         if self.uses_fsdp:
             return "hsdp" if self.replicas > 1 else "fsdp2"
-        stage = ((self.accelerate or {}).get("deepspeed_config") or {}).get("zero_stage")
+        stage = (self.accelerate.get("deepspeed_config") or {}).get("zero_stage")
         return next((name for name in SHARDINGS if name == f"zero{stage}"), "ddp")
 
     @property
     def replicas(self) -> int:
         """Copies of what FSDP shards."""
-        sizes = (self.accelerate or {}).get("parallelism_config") or {}
+        sizes = self.accelerate.get("parallelism_config") or {}
         return int(sizes.get(_REPLICATE, 1))
 
     @property
     def uses_fsdp(self) -> bool:
-        return (self.accelerate or {}).get("distributed_type") == "FSDP"
+        return self.accelerate.get("distributed_type") == "FSDP"
 
     @property
     def uses_deepspeed(self) -> bool:
-        return (
-            self.accelerate is not None and self.accelerate["distributed_type"] == "DEEPSPEED"
-        )
+        return self.accelerate.get("distributed_type") == "DEEPSPEED"
 
     @property
     def shards_weights(self) -> bool:
@@ -263,8 +261,8 @@ class Site:
     @property
     def rank_cores(self) -> list[tuple[int, ...]] | None:
         """On a CPU each rank's share of the cores; None where ranks need not be kept apart."""
-        is_alone = self.layout.accelerate is None and self.apart is None
-        if self.machine.devices or is_alone:
+        is_kept_apart = self.layout.accelerate or self.apart is not None
+        if self.machine.devices or not is_kept_apart:
             return None
         return split_evenly(self.machine.cores, self.layout.local)
 
@@ -280,7 +278,7 @@ class Site:
         names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         of_user = [os.environ[name] for name in names if os.environ.get(name)]
         environment = {names[0]: ",".join([*of_user[:1], _PINNED_AS_IT_IS])}
-        if (self.layout.accelerate or {}).get("gpu_ids", "all") in ("all", None):
+        if self.layout.accelerate.get("gpu_ids", "all") in ("all", None):
             environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
             devices = self.machine.devices[: self.layout.local]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -323,21 +321,21 @@ def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
     """Return the site of a run on this machine; ConfigError where the ranks lack something. Without training, one rank."""
     machine = this_machine()
     check_bfloat16(config.dtype, machine.without_bfloat16)
-    layout = layout_of(config, machine) if trains else ONE_RANK
-    machine, apart = split_for_engines(config, machine)
-    check_deepspeed(config, layout)
-    home = Path(config.output)
-    folder = RunFolder(
-        home if layout.machine_rank == 0 else home / f"node-{layout.machine_rank}"
-    )
-    return Site(folder, layout, machine, trains, apart)
+    site = planned_site(config, machine, trains=trains)
+    check_deepspeed(config, site.layout)
+    return site
 
 
-def planned_site(config: RunConfig, machine: Machine, *, place: Settings | None = None) -> Site:
+def planned_site(
+    config: BaseConfig, machine: Machine, *, trains: bool = True, place: Settings | None = None
+) -> Site:
     """Return the site of a run that is only planned there; `place` as for `layout_of`."""
-    layout = layout_of(config, machine, place=place)
+    layout = layout_of(config, machine, place=place) if trains else ONE_RANK
     rest, apart = split_for_engines(config, machine)
-    return Site(RunFolder(Path(config.output)), layout, rest, apart=apart)
+    folder = Path(config.output)
+    if layout.machine_rank > 0:
+        folder /= f"node-{layout.machine_rank}"
+    return Site(RunFolder(folder), layout, rest, trains, apart)
 
 
 def split_for_engines(config: BaseConfig, machine: Machine) -> tuple[Machine, Machine | None]:

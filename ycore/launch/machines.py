@@ -47,7 +47,7 @@ class Machines:
     """Called in another thread when another machine ends, or is asked to stop."""
 
     def __post_init__(self) -> None:
-        settings = self.layout.accelerate or {}
+        settings = self.layout.accelerate
         self.rank = self.layout.machine_rank
         self.count = self.layout.num_machines
         self._host = str(settings.get("main_process_ip"))

@@ -58,6 +58,14 @@ _ERROR = re.compile(
 )
 
 
+class EndedProcess(NamedTuple):
+    """A process that has ended, for a message; `ending` says how, and what it said last."""
+
+    name: str
+    log: Path
+    ending: str
+
+
 class ManagedProcess:
     """A child in its own session, so that Ctrl-C in a terminal reaches the launcher only.
 
@@ -152,6 +160,12 @@ class ManagedProcess:
         if code == -signal.SIGKILL and out_of_memory_kills() > self._num_killed:
             ending += ", and the machine ran out of memory meanwhile (`ycore plan` shows what a run takes)"
         return ending
+
+    @property
+    def ended(self) -> EndedProcess:
+        line = self.last_line()
+        ending = self.how_it_ended() + (f": {line}" if line else "")
+        return EndedProcess(self.name, self.log, ending)
 
     def tree(self) -> list[psutil.Process]:
         """Return the process and everything below it, now."""
@@ -269,15 +283,6 @@ def meaningful_line(lines: Sequence[str]) -> str:
     return (errors or kept or [""])[-1][:500]
 
 
-class _EndedProcess(NamedTuple):
-    """A process that has ended, for a message."""
-
-    name: str
-    log: Path
-    ending: str
-    last_line: str
-
-
 @dataclass(eq=False)
 class RankedTrainer:
     """The trainer's ranks on this machine, and their allocator; the supervisor uses it like a `ManagedProcess`.
@@ -321,14 +326,6 @@ class RankedTrainer:
             return 0
         return Interrupted.exit_code if code and self._interrupted_early else code
 
-    @property
-    def name(self) -> str:
-        return self._ended().name
-
-    @property
-    def log(self) -> Path:
-        return self._ended().log
-
     def send(self, number: signal.Signals) -> None:
         """Signal every rank. torchrun gets SIGKILL only, unless it has no rank yet: it would end the ranks."""
         self._reports()
@@ -339,29 +336,19 @@ class RankedTrainer:
         if number == signal.SIGKILL or not self._ranks:
             self.launcher.send(number)
 
-    def how_it_ended(self) -> str:
-        return self._ended().ending
-
-    def last_line(self) -> str:
-        return self._ended().last_line
-
-    def _ended(self) -> _EndedProcess:
-        """Return the process whose end explains the trainer's: the allocator, a rank, or torchrun."""
-        process = self._lost_allocator or self.launcher
-        culprit = None if self._lost_allocator else self._culprit()
+    @property
+    def ended(self) -> EndedProcess:
+        """The process whose end explains the trainer's: the allocator, a rank, or torchrun."""
+        if self._lost_allocator is not None:
+            return self._lost_allocator.ended
+        culprit = self._culprit()
         if culprit is None:
-            return _EndedProcess(
-                process.name, process.log, process.how_it_ended(), process.last_line()
-            )
+            return self.launcher.ended
         ending = "a signal, killed or out of memory"
         if culprit.exit_code is not None:
-            ending = f"exit status {culprit.exit_code}"
-        return _EndedProcess(
-            f"{process.name} rank {culprit.number}",
-            self.folder.log(f"trainer-{culprit.number}"),
-            ending,
-            culprit.message,
-        )
+            ending = f"exit status {culprit.exit_code}: {culprit.message}"
+        log = self.folder.log(f"trainer-{culprit.number}")
+        return EndedProcess(f"{self.launcher.name} rank {culprit.number}", log, ending)
 
     @property
     def is_cause(self) -> bool:
@@ -480,7 +467,7 @@ def start_trainer(
     environment = worker_environment(config, on_cpu=not site.machine.devices)
     environment |= site.trainer_environment
     launcher: list[str] = []
-    if layout.accelerate is not None:
+    if layout.accelerate:
         settings = folder.root / "accelerate.yaml"
         settings.write_text(yaml.safe_dump(dict(layout.accelerate)), encoding="utf-8")
         launcher = [
@@ -498,7 +485,7 @@ def start_trainer(
         run_id=folder.run_id,
         log=folder.log(name),
     )
-    if layout.accelerate is None:
+    if not layout.accelerate:
         return process
     allocator = _start_allocator(site, environment)
     return RankedTrainer(process, folder, num_ranks=layout.local, allocator=allocator)

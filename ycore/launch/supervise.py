@@ -4,17 +4,17 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from ycore.config.schema import BaseConfig, RunConfig
+from ycore.config.schema import BaseConfig, RunConfig, ScoredConfig
 from ycore.errors import Interrupted, MachineLost, RunError, TrainerError, UserError
 from ycore.launch.engine_watch import EngineWatch
 from ycore.launch.guardian import RunWatch
 from ycore.launch.layout import Site
+from ycore.launch.machine_checks import find_move
 from ycore.launch.machines import Machines
 from ycore.launch.processes import (
     ManagedProcess,
@@ -22,9 +22,8 @@ from ycore.launch.processes import (
     start_trainer,
     write_stacks,
 )
-from ycore.run.files import RunFolder
 from ycore.run.interrupt import StopRequests
-from ycore.run.metrics import MetricsFollower
+from ycore.run.metrics import MetricsFollower, read_metrics
 from ycore.run.reports import forget_reports
 from ycore.run.resuming import last_step
 from ycore.view.activity import RunActivity
@@ -53,15 +52,24 @@ class RunKind:
         return self.result_file is None
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerLimits:
+class TrainerLimits(NamedTuple):
     """Time limits of a trainer in seconds, and how often a failed one is started again."""
 
+    step_s: float = 3600.0
+    restarts: int = 0
     start_s: float = (
         3600.0  # from its start, or from when the engines are ready, to its first step
     )
-    step_s: float = 3600.0
-    restarts: int = 0
+
+
+def limits_of(config: BaseConfig) -> TrainerLimits:
+    """Return the limits of a run's trainer."""
+    if isinstance(config, RunConfig):
+        start_s = config.engine.start_timeout_s
+        return TrainerLimits(config.step_timeout_s, config.restarts, start_s)
+    if isinstance(config, ScoredConfig):
+        return TrainerLimits(config.step_timeout_s, config.restarts)
+    return TrainerLimits()
 
 
 class Rebalanced(BaseException):
@@ -72,8 +80,7 @@ class Rebalanced(BaseException):
 class Supervisor:
     """Starts a run's trainer, and watches it and the engines until the trainer ends for good.
 
-    A trainer resumes from its newest checkpoint by itself. `home` is the folder that has the run's checkpoints; the
-    site's is this machine's.
+    A trainer resumes from its newest checkpoint by itself.
     """
 
     kind: RunKind
@@ -81,19 +88,16 @@ class Supervisor:
     site: Site
     machines: Machines
     engines: EngineWatch
-    home: RunFolder
     progress: RunProgress
     stops: StopRequests
-    limits: TrainerLimits
-    find_move: Callable[..., RunConfig | None]
 
     def __post_init__(self) -> None:
         self.folder = self.site.folder
-        self.saves = self.kind.trains
+        self.limits = limits_of(self.config)
         self._follower = MetricsFollower(self.folder.metrics, say=self.progress.say)
         self._hint = ""
-        if self.saves:
-            self._hint = f"; `ycore resume {shlex.quote(str(self.home.root))}` continues"
+        if self.kind.trains:
+            self._hint = f"; `ycore resume {shlex.quote(self.config.output)}` continues"
         self._num_restarts = 0
         self._trainer = self._start_trainer()
         self.engines.on_hang = self._write_stacks
@@ -188,12 +192,18 @@ class Supervisor:
             self._step = int(row.get("step", self._step))
             self._progressed = time.monotonic()
             self._start_s = self._start_s or self._progressed - self._began
-            self._move = self._move or self.find_move(step=self._step, cost_s=self._start_s)
+            self._move = self._move or self._find_move(self._start_s)
         mark = self.folder.step_began
         began_ns = mark.stat().st_mtime_ns if mark.exists() else 0
         if began_ns > self._step_began_ns:
             self._step_began_ns = began_ns
             self._progressed = time.monotonic()
+
+    def _find_move(self, cost_s: float) -> RunConfig | None:
+        """Return the config with a better division of devices, said before; `cost_s`: seconds of a start."""
+        rows = partial(read_metrics, self.folder.metrics)
+        say = self.progress.say
+        return find_move(self.config, self.site, rows, say, step=self._step, cost_s=cost_s)
 
     @property
     def _rebalances(self) -> bool:
@@ -206,11 +216,11 @@ class Supervisor:
         silent_s = time.monotonic() - self._progressed
         if not self._step_began_ns and silent_s > self.limits.start_s:
             self._give_up(
-                f"{self._trainer.name} has been starting for {silent_s:.0f} s (engine.start_timeout_s)"
+                f"{self._trainer.ended.name} has been starting for {silent_s:.0f} s (engine.start_timeout_s)"
             )
         if self._step_began_ns and silent_s > self.limits.step_s:
             self._give_up(
-                f"{self._trainer.name} has not finished a step for {silent_s:.0f} s (step_timeout_s)"
+                f"{self._trainer.ended.name} has not finished a step for {silent_s:.0f} s (step_timeout_s)"
             )
 
     def _stop(self) -> None:
@@ -246,13 +256,13 @@ class Supervisor:
             silent_s = time.monotonic() - self._progressed
             if self._will_save and silent_s > self.limits.step_s:
                 self._give_up(
-                    f"{self._trainer.name} did not save and end within {silent_s:.0f} s (step_timeout_s)"
+                    f"{self._trainer.ended.name} did not save and end within {silent_s:.0f} s (step_timeout_s)"
                 )
             time.sleep(_POLL_S)
 
     @property
     def _will_save(self) -> bool:
-        return self.saves and self._step_began_ns > 0
+        return self.kind.trains and self._step_began_ns > 0
 
     def _raise_for_exit(self) -> None:
         """Return for a trainer that finished; raise the error that explains any other end."""
@@ -272,13 +282,11 @@ class Supervisor:
         while self.engines.processes() and time.monotonic() < deadline:
             self.engines.check()
             time.sleep(_POLL_S)
-        error = f"{self._trainer.name} ended with {self._trainer.how_it_ended()}"
-        if line := self._trainer.last_line():
-            error += f": {line}"
+        ended = self._trainer.ended
         place = f"in step {self._step + 1}"
         if self.stops.count:
             place = f"while stopping after step {self._step}"
-        error += f" (see {self._trainer.log}), {place}"
+        error = f"{ended.name} ended with {ended.ending} (see {ended.log}), {place}"
         if _DEADLINE_MISSED.search(error):
             error += f" (the stack of every process is in {self._write_stacks(error)})"
         self._fail(error, is_cause=self._trainer.is_cause)

@@ -353,7 +353,7 @@ class CheckpointWriter:
         self._metrics = home.metrics
         self._expected_bytes = expected_bytes
         self._keep = keep
-        self._ranks = ranks
+        self.ranks = ranks
         self._prune = prune
         self.saved_step = 0
 
@@ -361,7 +361,7 @@ class CheckpointWriter:
     def saving(self, step: int) -> Iterator[Path]:
         """Give the folder for `checkpoint-STEP`, published on leaving; all ranks come here together."""
         staged = staging(self._folder, step)
-        ranks = self._ranks
+        ranks = self.ranks
         leads = ranks.rank == 0
         try:
             with working("saving a checkpoint"):
@@ -398,7 +398,7 @@ class CheckpointWriter:
         """RunError if the disk has no room for the checkpoints that a run keeps."""
         needed = MIN_KEPT * self._expected_bytes
         free = self._free_bytes()
-        if self._ranks.rank == 0 and not checkpoints_in(self._folder) and free < needed:
+        if self.ranks.rank == 0 and not checkpoints_in(self._folder) and free < needed:
             raise RunError(
                 f"{MIN_KEPT} checkpoints take about {needed / 1e6:.0f} MB, and {self._folder} has {free / 1e6:.0f} MB "
                 "free; make room, or choose another --output"

@@ -59,7 +59,6 @@ class ExampleRun(TrainingRun):
         self.save_with(Checkpoints(self.home, self.trainer))
         self._num_too_long = self._check_lengths(examples)
         self._evaluation = HeldOutRows(self, config, measures=bool(self.trainer.eval_dataset))
-        # It comes after the checkpoints', which look at the step's weights.
         self.trainer.add_callback(self._evaluation)
 
     def _check_lengths(self, examples: ExampleSet) -> int:

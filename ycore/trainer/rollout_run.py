@@ -46,13 +46,12 @@ class RolloutRun(TrainingRun):
         if parts.sight is not None:
             self.trainer.open_image = parts.sight.store.open
         self._peers = Peers(timeout_s=parts.config.collective_timeout_s)
-        self.controller = self.step_metrics.controller = self._make_controller()
+        self.controller: Controller = self._make_controller()
         self.stop = self.controller.stop  # which also ends a round that is being generated
         self.save_with(self._take_rounds())
         self._page.show_rounds(self.trainer, every=parts.config.log_every)
         held_out = parts.evaluation(self.controller)
         self._evaluation = RolloutEvaluation(self, parts.config, self.controller, held_out)
-        # It comes after the checkpoints', which remember the step's end.
         self.trainer.add_callback(self._evaluation)
 
     def _make_controller(self) -> Controller:
@@ -134,7 +133,7 @@ class RolloutRun(TrainingRun):
 
     def begin(self, *, resumes: bool) -> None:
         """Wait for the engines, and take the first samples."""
-        self.checkpoints.writer.check_room()
+        self.checkpoints.check_room()
         config = self._parts.config
         timeout_s = config.engine.start_timeout_s
         if self.leads:

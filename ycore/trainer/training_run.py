@@ -115,13 +115,8 @@ class RoundState:
             self._controller.restore(self._state)
 
 
-class Checkpoints(TrainerCallback):
-    """Writes and restores the checkpoints of a run with a trainer of TRL's.
-
-    Args:
-        rounds: of a run with rollouts.
-        prune: as `CheckpointWriter` takes it.
-    """
+class Checkpoints(CheckpointWriter):
+    """Writes and restores the checkpoints of a run with a trainer of TRL's; `rounds`: of a run with rollouts."""
 
     def __init__(
         self,
@@ -131,46 +126,35 @@ class Checkpoints(TrainerCallback):
         prune: Callable[[int], None] | None = None,
     ) -> None:
         accelerator = trainer.accelerator
-        self._trainer = trainer
         self._rounds = rounds
-        self._rank = int(accelerator.process_index)
-        self._world = int(accelerator.num_processes)
         ranks = RankGroup(
-            self._rank,
-            self._world,
+            int(accelerator.process_index),
+            int(accelerator.num_processes),
             is_first_of_machine=bool(accelerator.is_local_main_process),
             meet=accelerator.wait_for_everyone,
         )
         keep = trainer.args.save_total_limit
         size = _expected_bytes(trainer.model)
-        self.writer = CheckpointWriter(
-            home, expected_bytes=size, keep=keep, ranks=ranks, prune=prune
-        )
+        super().__init__(home, expected_bytes=size, keep=keep, ranks=ranks, prune=prune)
 
-    @property
-    def saved_step(self) -> int:
-        return self.writer.saved_step
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._trainer.refuse_broken_weights()
+    def remember(self) -> None:
+        """Take the state of the rounds at the end of a step."""
         if self._rounds is not None:
             self._rounds.remember()
 
     @contextmanager
     def saving(self, step: int) -> Iterator[Path]:
         """Give the folder for `checkpoint-STEP`, published on leaving; all ranks come here together."""
-        with self.writer.saving(step) as staged:
+        with super().saving(step) as staged:
             yield staged
             if self._rounds is not None:
-                self._rounds.write(checkpoint_of(staged, step), self._rank, step)
+                self._rounds.write(checkpoint_of(staged, step), self.ranks.rank, step)
 
     def restore(self, checkpoint: Path) -> None:
         """Set this rank to what it wrote, before transformers loads its own part."""
         if self._rounds is not None:
-            self._rounds.restore(checkpoint, self._rank, self._world)
-        self.writer.saved_step = step_of(checkpoint)
+            self._rounds.restore(checkpoint, self.ranks.rank, self.ranks.world)
+        self.saved_step = step_of(checkpoint)
 
 
 @cache  # torch keeps a sorted list, and two of the same priority cannot be sorted
@@ -229,61 +213,11 @@ def _nested(flat: Mapping[str, torch.Tensor | list[Any]]) -> MicroBatches:
 # -- the run -------------------------------------------------------------------------------------------------------------
 
 
-class StepMetrics(TrainerCallback):
-    """A row of metrics.jsonl for each step: TRL's numbers and, with a `controller`, what its rounds recorded.
-
-    A round's times are recorded at the step's end, before TRL logs, so that trackers get them too.
-    `seconds` are those of the last step.
-    """
-
-    def __init__(self, writer: MetricsWriter) -> None:
-        self.controller: Controller | None = None
-        self._writer = writer
-        self._began = self.seconds = 0.0
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._began = time.perf_counter()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        controller = self.controller
-        if controller is not None:
-            controller.settle()
-        self.seconds = time.perf_counter() - self._began
-        if controller is not None:
-            controller.record("ycore/time/step", self.seconds)
-            controller.record("ycore/time/train", self.seconds - controller.take_seconds())
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any],
-        **_: Any,
-    ) -> None:
-        state.log_history.clear()  # metrics.jsonl has it, and every checkpoint would be larger than the last
-        if not state.is_world_process_zero:
-            return
-        row: dict[str, Any] = {"step": state.global_step}
-        if "loss" in logs:
-            row |= {"ycore/time/step": self.seconds, **logs}
-        elif is_evaluation(logs):  # with a row of its own
-            row |= {name: value for name, value in logs.items() if name.startswith("ycore/")}
-        else:
-            return  # the totals at the end of training
-        if self.controller is not None and (problems := self.controller.problems):
-            row["ycore/reward_problems"] = problems
-        self._writer.write(row)
-
-
 class TrainingRun(ABC, TrainerCallback):
     """Example: `run = open_run(root); run.train(); run.save(); run.close()`.
 
-    It is a callback of its trainer: it marks the beginning of each step, and stops between steps.
+    It is a callback of its trainer: it marks the beginning of each step, stops between steps, and writes a row of
+    metrics.jsonl for each.
 
     Args:
         folder: of this machine, where the launcher looks.
@@ -294,6 +228,8 @@ class TrainingRun(ABC, TrainerCallback):
     """
 
     checkpoints: Checkpoints
+    controller: Controller | None = None
+    """That of a run with rollouts."""
     ended_early: str | None = None
     """Why the run is over before its last step."""
     stop: threading.Event
@@ -317,13 +253,13 @@ class TrainingRun(ABC, TrainerCallback):
         self.home = home
         self._step_began = folder.step_began
         self.metrics = MetricsWriter(home.metrics)
-        self.step_metrics = StepMetrics(self.metrics)
+        self._began = self.last_step_s = 0.0
         self.trainer = build_trainer(
             config,
             home,
             model=model,
             tokenizer=tokenizer,
-            callbacks=[self.step_metrics, self],
+            callbacks=[self],
             world_size=rank.world,
             examples=examples,
         )
@@ -337,16 +273,12 @@ class TrainingRun(ABC, TrainerCallback):
     def save_with(self, checkpoints: Checkpoints) -> None:
         self.checkpoints = checkpoints
         self.trainer.saving = checkpoints.saving
-        self.trainer.add_callback(checkpoints)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        self._began = time.perf_counter()
         self.mark_progress()
-
-    @property
-    def last_step_s(self) -> float:
-        return self.step_metrics.seconds
 
     def mark_progress(self) -> None:
         """The launcher limits the time to the first step, and of each step and evaluation, by this file."""
@@ -355,7 +287,39 @@ class TrainingRun(ABC, TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        controller = self.controller
+        if controller is not None:
+            controller.settle()
+        self.last_step_s = time.perf_counter() - self._began
+        if controller is not None:  # before TRL logs, so that trackers get them too
+            controller.record("ycore/time/step", self.last_step_s)
+            controller.record("ycore/time/train", self.last_step_s - controller.take_seconds())
         control.should_training_stop |= self.should_stop()
+        self.trainer.refuse_broken_weights()
+        self.checkpoints.remember()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **_: Any,
+    ) -> None:
+        """Write the row of a step, TRL's numbers and what its round recorded, or of an evaluation."""
+        state.log_history.clear()  # metrics.jsonl has it, and every checkpoint would be larger than the last
+        if not state.is_world_process_zero:
+            return
+        row: dict[str, Any] = {"step": state.global_step}
+        if "loss" in logs:
+            row |= {"ycore/time/step": self.last_step_s, **logs}
+        elif is_evaluation(logs):  # with a row of its own
+            row |= {name: value for name, value in logs.items() if name.startswith("ycore/")}
+        else:
+            return  # the totals at the end of training
+        if self.controller is not None and (problems := self.controller.problems):
+            row["ycore/reward_problems"] = problems
+        self.metrics.write(row)
 
     @abstractmethod
     def should_stop(self) -> bool:

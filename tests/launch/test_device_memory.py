@@ -123,7 +123,7 @@ def test_what_fits_together_stays_awake_and_what_does_not_sleeps(tmp_path: Path)
         plan(config_of(HALF), ONE_80, tmp_path),
         plan(config_of(FOURTEEN), ONE_80, tmp_path),
     )
-    assert not small.sleeps and "offload" not in small.as_json()
+    assert not small.sleeps and small.as_json()["offload"] == "none"
     assert small.note.endswith(
         "engines stay awake beside the trainer, and the optimizer's state stays on the device"
     )
@@ -139,7 +139,7 @@ def test_only_what_has_to_leaves_the_device(tmp_path: Path) -> None:
     large, small = (
         replace(ONE_80, device_bytes=gib * GIB, free_bytes=None) for gib in (80, 64)
     )
-    assert "offload" not in plan(full, large, tmp_path).as_json()
+    assert plan(full, large, tmp_path).as_json()["offload"] == "none"
     crowded = plan(full, small, tmp_path)
     assert crowded.as_json()["offload"] == "optimizer", "nothing else is frozen, or leaves"
     assert (
@@ -456,15 +456,17 @@ def test_an_evaluation_writes_as_many_at_once_as_its_engines_do_well(tmp_path: P
     for max_tokens in (256, 4096):
         config = config_of(SEVEN, algorithm="eval", num_samples=1, max_tokens=max_tokens)
         assert plan(config, ONE_24, tmp_path, trains=False).engines[0].max_num_seqs == 256
-    numbers: dict[str, int] = {"num_policy": 2, "num_engines": 2, "num_machines": 1}
-    assert max_sequences(config, "rollout", **numbers, on_gpu=False) == 32
+    numbers = {"num_policy": 2, "num_engines": 2}
+    on_cores = Site(RunFolder(tmp_path), ONE_RANK, Machine((0, 1), ()))
+    assert max_sequences(config, on_cores, "rollout", **numbers) == 32
     chosen = config_of(SEVEN, algorithm="eval", engine={"args": {"max_num_seqs": 12}})
-    assert max_sequences(chosen, "rollout", **numbers, on_gpu=False) == 12
+    assert max_sequences(chosen, on_cores, "rollout", **numbers) == 12
 
 
 @pytest.mark.parametrize(("on_gpu", "num_sequences"), [(True, 256), (False, 32)])
 def test_a_judge_keeps_up_with_the_policys_engines(on_gpu: bool, num_sequences: int) -> None:
     """On a GPU it read and wrote 32 answers at once, where the policy's engine wrote 256."""
     config = config_of(THREE, judge=THREE, prompts_per_step=64)
-    numbers = {"num_policy": 1, "num_engines": 1, "num_machines": 1}
-    assert max_sequences(config, "judge", **numbers, on_gpu=on_gpu) == num_sequences
+    devices = ("0",) if on_gpu else ()
+    site = Site(RunFolder(Path("/tmp/run")), ONE_RANK, Machine((0,), devices))
+    assert max_sequences(config, site, "judge", num_policy=1, num_engines=1) == num_sequences

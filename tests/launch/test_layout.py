@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.errors import ConfigError
 from ycore.launch import layout
-from ycore.launch.engines import slots_of
+from ycore.launch.device_memory import slots_of
 from ycore.launch.layout import (
     ONE_RANK,
     Dtype,

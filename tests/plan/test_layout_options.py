@@ -21,8 +21,7 @@ from ycore.errors import ConfigError
 from ycore.judge import declaration
 from ycore.judge.declaration import with_declarations
 from ycore.launch import layout
-from ycore.launch.device_memory import facts_here
-from ycore.launch.engines import arrange
+from ycore.launch.device_memory import arrange, facts_here
 from ycore.launch.layout import site_of
 from ycore.launch.machine_checks import check_described, check_run, described
 from ycore.models.model_facts import KNOWN_CONFIGS

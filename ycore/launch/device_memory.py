@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ycore.config.schema import LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import BatchPlan, TuneBatch, derive_batch, micro_batch_sizes
+from ycore.engine.commands import split_evenly
 from ycore.errors import ConfigError, ModelError
 from ycore.launch.layout import Layout, Machine, Site, layout_of, planned_site
 from ycore.models.model_facts import ModelFacts, facts_of, model_config
@@ -49,6 +50,36 @@ _UNUSUAL_KEYS = {"quantization_config", "kv_lora_rank"}
 PROMPT_TOKENS = 512  # tokens of KV cache for a sequence's prompt; longer prompts wait for room
 MAX_SEQS = 256
 MAX_SEQS_ON_CPU = 32  # of a scorer or an evaluation, where more are hardly faster
+_MAX_ENGINES_ON_CPU = 2
+
+
+class Slot(NamedTuple):
+    """A block of neighbouring devices, or a share of the cores, here or on a host."""
+
+    cores: tuple[int, ...] = ()
+    devices: tuple[str, ...] = ()
+    host: str = ""
+
+    def parts(self, count: int) -> list["Slot"]:
+        shares = zip(
+            split_evenly(self.cores, count), split_evenly(self.devices, count), strict=True
+        )
+        return [Slot(cores, devices, self.host) for cores, devices in shares]
+
+
+class Arrangement(NamedTuple):
+    """The models that a machine serves, with their widths, its slots, and how engines share its devices, if any."""
+
+    site: Site
+    models: list[ServedModel]
+    slots: list[Slot]
+    sharing: DeviceSharing | None
+
+    @property
+    def engines_by_slot(self) -> list[int]:
+        """How many engines of each model are on a slot."""
+        width = slot_width(self.models)
+        return [width // model.width for model in self.models]
 
 
 def facts_here(location: str, *, name: str | None = None) -> ModelFacts | None:
@@ -71,13 +102,7 @@ def slot_width(models: Sequence[ServedModel]) -> int:
 
 
 def max_sequences(
-    config: RunConfig,
-    role: str,
-    *,
-    num_policy: int,
-    num_engines: int,
-    num_machines: int,
-    on_gpu: bool,
+    config: RunConfig, site: Site, role: str, *, num_policy: int, num_engines: int
 ) -> int:
     """Return vLLM's `max_num_seqs` of an engine: a round's completions at once, and scorers that keep up with them.
 
@@ -87,12 +112,13 @@ def max_sequences(
         num_policy: engines of the policy on this machine.
         num_engines: engines of this engine's model on this machine.
     """
-    usual = MAX_SEQS if on_gpu else MAX_SEQS_ON_CPU
+    usual = MAX_SEQS if site.machine.devices else MAX_SEQS_ON_CPU
     num_sequences = config.engine.args.get("max_num_seqs")
     if not isinstance(num_sequences, int):
         evaluates = config.algorithm == "eval"
         group_size = config.num_samples if evaluates else config.group_size
-        share = math.ceil(config.prompts_per_step * group_size / (num_policy * num_machines))
+        num_writing = num_policy * site.layout.num_machines
+        share = math.ceil(config.prompts_per_step * group_size / num_writing)
         num_sequences = max(usual if evaluates else 1, min(MAX_SEQS, share))
     if role == ROLLOUT:
         return num_sequences
@@ -165,12 +191,8 @@ def _leaves_room(config: RunConfig, machine: Machine) -> bool:
     """Whether engines have room on the devices, and the host for what leaves them; True of a run without engines."""
     if config.engine.kind == "transformers":
         return True
-    site = planned_site(config, machine)
-    memory = RunMemory(config, site, facts_here)
     with suppress(ConfigError):
-        models = memory.with_widths(served_models(config))
-        num_devices = len(site.engine_machine.devices)
-        memory.share(models, num_slots=num_devices // slot_width(models))
+        arrange(config, planned_site(config, machine), facts_here)
         return True
     return False
 
@@ -242,11 +264,12 @@ class RunMemory:
         self.options: list[SharingOption] = [(False, "none")]
         self._trainer = NO_TRAINER
         policy = known(config.model)
-        beside_training = site.trains and site.apart is None
-        if beside_training and policy is None:
-            self.options += [(True, "none"), (True, "optimizer")]
-        elif beside_training and policy is not None:
-            self._trainer, self.options = _training_memory(config, site.layout, policy, known)
+        if site.trains and site.apart is None:
+            if policy is None:
+                self.options += [(True, "none"), (True, "optimizer")]
+            else:
+                memory = _training_memory(config, site.layout, policy, known)
+                self._trainer, self.options = memory
         self.options = _allowed_options(self.options, config)
 
     def with_widths(self, models: Sequence[ServedModel]) -> list[ServedModel]:
@@ -279,10 +302,11 @@ class RunMemory:
         ]
         wanted = model.tensor_parallel
         if wanted == "auto":
-            for width in widths:
-                if self._has_room(replace(model, width=width), facts, models):
-                    return replace(model, width=width)
-            return replace(model, width=widths[-1])
+            models_by_width = (replace(model, width=width) for width in widths)
+            fitting = (
+                placed for placed in models_by_width if self._has_room(placed, facts, models)
+            )
+            return next(fitting, replace(model, width=widths[-1]))
         if wanted not in widths:
             heads = facts.undivided(wanted) if facts is not None else ""
             kind = machine.parts[1]
@@ -383,12 +407,7 @@ class RunMemory:
         """Return what an engine needs; the numbers count this machine's engines of the policy and of this model."""
         config = self._config
         num_sequences = max_sequences(
-            config,
-            model.role,
-            num_policy=num_policy,
-            num_engines=num_engines,
-            num_machines=self._site.layout.num_machines,
-            on_gpu=bool(self._site.machine.devices),
+            config, self._site, model.role, num_policy=num_policy, num_engines=num_engines
         )
         new_tokens = config.max_tokens + model.max_new_tokens
         max_len = model.max_model_len or usual_length(
@@ -409,3 +428,41 @@ def _allowed_options(options: list[SharingOption], config: RunConfig) -> list[Sh
         return allowed
     wanted = [option for option in allowed if option[1] == engine.offload]
     return wanted or [max(sleeping, key=options.index)]
+
+
+def arrange(config: RunConfig, site: Site, known: FactsOf) -> Arrangement:
+    """Return what a machine serves and where; ConfigError where it has no room."""
+    memory = RunMemory(config, site, known)
+    models = memory.with_widths(served_models(config))
+    slots = slots_of(config, site, slot_width(models))
+    shares = bool(site.machine.devices and slots)
+    sharing = memory.share(models, num_slots=len(slots)) if shares else None
+    return Arrangement(site, models, slots, sharing)
+
+
+def slots_of(config: RunConfig, site: Site, width: int = 1) -> list[Slot]:
+    """Divide the machine into `engine.count` slots: `width` devices each, or even shares of the cores.
+
+    By default all devices are in one; of a CPU there are two, or as many as there are ranks, where it has the cores.
+    """
+    machine = site.engine_machine
+    parts, kind = machine.parts
+    max_count = len(parts) // width
+    wanted = config.engine.count
+    if wanted != "auto":
+        count = wanted
+    elif machine.devices:
+        count = max_count
+    else:
+        count = min(max_count, max(site.layout.local, _MAX_ENGINES_ON_CPU))
+    if count > max_count:
+        in_slots = f", of which a slot has {width}" if width > 1 else ""
+        raise ConfigError(
+            f"engine.count {count} is more than the {len(parts)} {kind} here{in_slots}; lower it"
+        )
+    if not count:  # the engines are on other machines
+        return []
+    if not machine.devices:
+        return [Slot(cores) for cores in split_evenly(machine.cores, count)]
+    blocks = split_evenly(machine.devices[: count * width], count)
+    return [Slot(devices=devices) for devices in blocks]

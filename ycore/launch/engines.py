@@ -10,20 +10,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ycore.config.algorithms import FAMILIES
 from ycore.config.schema import BaseConfig, RunConfig
-from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
+from ycore.engine.commands import EngineSpec, kv_cache_gib
 from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
 from ycore.errors import ConfigError
 from ycore.launch.device_memory import (
     PROMPT_TOKENS,
+    Arrangement,
     FactsOf,
-    RunMemory,
+    arrange,
     facts_here,
     max_sequences,
-    slot_width,
 )
 from ycore.launch.layout import ONE_RANK, Site, machine_of
 from ycore.models.fetch import fetch_model
@@ -34,44 +34,12 @@ from ycore.plan.sharing import DeviceSharing
 from ycore.run.files import RunFolder, read_json
 from ycore.run.reports import RUN_MARKER
 from ycore.run.text import Say
-from ycore.scoring.scorers import served_models
 from ycore.scoring.scoring import ServedModel
 
 Fetch = Callable[[str], Path]
 """Returns the local folder of a model's name."""
 
 Numbers = defaultdict[str, Iterator[int]]
-
-_MAX_ENGINES_ON_CPU = 2
-
-
-class Slot(NamedTuple):
-    """A block of neighbouring devices, or a share of the cores, here or on a host."""
-
-    cores: tuple[int, ...] = ()
-    devices: tuple[str, ...] = ()
-    host: str = ""
-
-    def parts(self, count: int) -> list["Slot"]:
-        shares = zip(
-            split_evenly(self.cores, count), split_evenly(self.devices, count), strict=True
-        )
-        return [Slot(cores, devices, self.host) for cores, devices in shares]
-
-
-class Arrangement(NamedTuple):
-    """The models that a machine serves, with their widths, its slots, and how engines share its devices, if any."""
-
-    site: Site
-    models: list[ServedModel]
-    slots: list[Slot]
-    sharing: DeviceSharing | None
-
-    @property
-    def engines_by_slot(self) -> list[int]:
-        """How many engines of each model are on a slot."""
-        width = slot_width(self.models)
-        return [width // model.width for model in self.models]
 
 
 @dataclass(frozen=True)
@@ -98,7 +66,7 @@ class EnginePlan:
     @property
     def sleeps(self) -> bool:
         """Whether the engines share their devices by sleeping."""
-        return any(engine.sleeps for engine in self.engines)
+        return self.sharing is not None and self.sharing.sleeps
 
     @property
     def note(self) -> str:
@@ -111,10 +79,12 @@ class EnginePlan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of engines.json, which the trainer reads."""
-        content: dict[str, Any] = {
+        return {
             "kind": self.kind.name,
             "engines": [engine.name for engine in self.engines],
             "away": [engine.name for engine in self.engines if engine.host],
+            "sleeps": self.sleeps,
+            "offload": "none" if self.sharing is None else self.sharing.offload,
             "num_slots": self.num_slots,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.engines[0].max_num_seqs if self.engines else None,
@@ -129,11 +99,6 @@ class EnginePlan:
                 for scorer in self.served[1:]
             ],
         }
-        if self.sleeps:
-            content["sleeps"] = True
-        if self.sharing is not None and self.sleeps:
-            content["offload"] = self.sharing.offload
-        return content
 
 
 def fetch_for_run(name: str, *, config: BaseConfig, folder: RunFolder, say: Say) -> Path:
@@ -222,12 +187,11 @@ def _with_engines(
         spec = _engine_spec(
             model,
             config,
-            site,
+            arrangement,
             fetch(model.name),
             num_policy=num_slots * arrangement.engines_by_slot[0],
             num_engines=num_slots * count,
         )
-        spec = replace(spec, has_neighbours=len(models) > 1, model_name=_name_elsewhere(model))
         if sharing is not None:
             share = sharing.shares[model.role][len(same_role)]
             spec = replace(spec, gpu_memory_utilization=share, sleeps=sharing.sleeps)
@@ -252,16 +216,6 @@ def _name_elsewhere(model: ServedModel) -> str:
     """Return the name by which another machine finds the model."""
     folder = Path(model.name).expanduser()
     return str(folder.resolve()) if folder.is_dir() else model.name
-
-
-def arrange(config: RunConfig, site: Site, known: FactsOf) -> Arrangement:
-    """Return what a machine serves and where; ConfigError where it has no room."""
-    memory = RunMemory(config, site, known)
-    models = memory.with_widths(served_models(config))
-    slots = slots_of(config, site, slot_width(models))
-    shares = bool(site.machine.devices and slots)
-    sharing = memory.share(models, num_slots=len(slots)) if shares else None
-    return Arrangement(site, models, slots, sharing)
 
 
 def arrange_all(config: RunConfig, site: Site, known: FactsOf) -> list[Arrangement]:
@@ -297,19 +251,22 @@ def model_length(
 def _engine_spec(
     model: ServedModel,
     config: RunConfig,
-    site: Site,
+    arrangement: Arrangement,
     folder: Path,
     *,
     num_policy: int,
     num_engines: int,
 ) -> EngineSpec:
     """Return the settings that all engines of a model on a machine share."""
+    site = arrangement.site
     settings = read_json(folder / "config.json")
     is_policy = model.role == ROLLOUT
     sends_adapters = is_policy and config.engine.sync == "adapter"
     spec = EngineSpec(
         name="",
         model=folder,
+        model_name=_name_elsewhere(model),
+        has_neighbours=len(arrangement.models) > 1,
         socket=Path(),
         temporary=site.folder.temporary,
         run_id=site.folder.run_id,
@@ -321,12 +278,7 @@ def _engine_spec(
             new_tokens=config.max_tokens + model.max_new_tokens,
         ),
         max_num_seqs=max_sequences(
-            config,
-            model.role,
-            num_policy=num_policy,
-            num_engines=num_engines,
-            num_machines=site.layout.num_machines,
-            on_gpu=bool(site.machine.devices),
+            config, site, model.role, num_policy=num_policy, num_engines=num_engines
         ),
         seed=config.seed,
         tensor_parallel=model.width,
@@ -351,34 +303,6 @@ def _engine_spec(
         tensor_parallel=model.width,
     )
     return replace(spec, memory_gib=memory_gib)
-
-
-def slots_of(config: RunConfig, site: Site, width: int = 1) -> list[Slot]:
-    """Divide the machine into `engine.count` slots: `width` devices each, or even shares of the cores.
-
-    By default all devices are in one; of a CPU there are two, or as many as there are ranks, where it has the cores.
-    """
-    machine = site.engine_machine
-    parts, kind = machine.parts
-    max_count = len(parts) // width
-    wanted = config.engine.count
-    if wanted != "auto":
-        count = wanted
-    elif machine.devices:
-        count = max_count
-    else:
-        count = min(max_count, max(site.layout.local, _MAX_ENGINES_ON_CPU))
-    if count > max_count:
-        in_slots = f", of which a slot has {width}" if width > 1 else ""
-        raise ConfigError(
-            f"engine.count {count} is more than the {len(parts)} {kind} here{in_slots}; lower it"
-        )
-    if not count:  # the engines are on other machines
-        return []
-    if not machine.devices:
-        return [Slot(cores) for cores in split_evenly(machine.cores, count)]
-    blocks = split_evenly(machine.devices[: count * width], count)
-    return [Slot(devices=devices) for devices in blocks]
 
 
 def _describe(engines: Sequence[EngineSpec]) -> str:

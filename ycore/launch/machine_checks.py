@@ -16,7 +16,7 @@ from ycore.engine.commands import check_arguments
 from ycore.engine.kinds import INSTALL_VLLM, EngineKind, choose_kind
 from ycore.errors import ConfigError
 from ycore.launch import engines
-from ycore.launch.device_memory import FactsOf, facts_here, slot_width
+from ycore.launch.device_memory import FactsOf, Slot, facts_here, slot_width
 from ycore.launch.layout import (
     Machine,
     Site,
@@ -295,7 +295,7 @@ def _check_sync(
     config: RunConfig,
     site: Site,
     models: Sequence[ServedModel],
-    slots: Sequence[engines.Slot],
+    slots: Sequence[Slot],
     *,
     sleeps: bool,
 ) -> None:

@@ -147,7 +147,8 @@ MUTATIONS: tuple[Patch, ...] = (
         ),
     ),
     Patch(
-        "no flush", (Edit("ycore/run/files.py", "            os.fsync(file.fileno())\n", ""),)
+        "no flush",
+        (Edit("ycore/run/files.py", "                os.fsync(file.fileno())\n", ""),),
     ),
     IN_PLACE,
     Patch(
@@ -309,7 +310,7 @@ POINTS: tuple[Point, ...] = (
     Point(
         "file flushed, not renamed",
         "ycore/run/files.py",
-        "            file.flush()\n            os.fsync(file.fileno())\n",
+        "                file.flush()\n                os.fsync(file.fileno())\n",
         before=False,
     ),
     Point(

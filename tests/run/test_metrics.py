@@ -141,23 +141,20 @@ def test_a_resumed_run_shows_the_steps_that_it_takes(tmp_path: Path) -> None:
 
 def test_rewards_are_means_of_the_first_and_last_five_steps() -> None:
     metrics = [{"step": step, "reward": step / 10} for step in range(1, 13)]
-    assert summarise(metrics, "finished", 12.34) == {
-        "status": "finished",
+    assert summarise(metrics) == {
         "steps": 12,
-        "wall_s": 12.3,
         "reward_first": 0.3,
         "reward_last": 1.0,
     }
 
 
 def test_a_run_without_steps_has_no_rewards() -> None:
-    summary = summarise([], "failed", 1.0, error="no room")
+    summary = summarise([])
     assert (summary["steps"], summary["reward_first"], summary["reward_last"]) == (
         0,
         None,
         None,
     )
-    assert summary["error"] == "no room"
 
 
 def test_rows_without_a_reward_do_not_count() -> None:
@@ -166,24 +163,24 @@ def test_rows_without_a_reward_do_not_count() -> None:
         {"step": 2, "reward": None},
         {"step": 2, "train_loss": 0.1},
     ]
-    summary = summarise(metrics, "interrupted", 1.0)
+    summary = summarise(metrics)
     assert (summary["steps"], summary["reward_last"]) == (2, 1.0)
 
 
 def test_the_ends_of_a_short_run_do_not_overlap() -> None:
     rows = [{"step": step, "ycore/reward": step / 4} for step in range(1, 5)]
-    summary = summarise(rows, "interrupted", 1.0)
+    summary = summarise(rows)
     assert (summary["reward_first"], summary["reward_last"]) == (0.375, 0.875)
 
 
 def test_the_summary_has_the_ends_of_the_loss() -> None:
     rows = [{"step": step, "loss": 1.0 / step} for step in range(1, 7)]
-    summary = summarise(rows, "finished", 3.0, measure="loss")
+    summary = summarise(rows, measure="loss")
     assert summary == {
-        "status": "finished", "steps": 6, "wall_s": 3.0,
+        "steps": 6,
         "loss_first": round((1 + 1 / 2 + 1 / 3) / 3, 6), "loss_last": round((1 / 4 + 1 / 5 + 1 / 6) / 3, 6),
     }  # fmt: skip
-    assert summarise([], "failed", 1.0, measure="loss", error="why")["loss_first"] is None
+    assert summarise([], measure="loss")["loss_first"] is None
 
 
 @pytest.mark.parametrize(

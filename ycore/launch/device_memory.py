@@ -272,12 +272,13 @@ class RunMemory:
                 self._trainer, self.options = memory
         self.options = _allowed_options(self.options, config)
 
-    def with_widths(self, models: Sequence[ServedModel]) -> list[ServedModel]:
-        """Return the models with the width of their engines: as declared, or the fewest devices on which one fits.
+    def with_widths(self) -> list[ServedModel]:
+        """Return the models to serve with the width of their engines: as declared, or the fewest devices on which one fits.
 
         ConfigError where a declared width does not work on this machine.
         """
         machine = self._site.engine_machine
+        models = served_models(self._config)
         placed = [self._with_width(model, models) for model in models]
         slot = slot_width(placed)
         for model in placed:
@@ -433,7 +434,7 @@ def _allowed_options(options: list[SharingOption], config: RunConfig) -> list[Sh
 def arrange(config: RunConfig, site: Site, known: FactsOf) -> Arrangement:
     """Return what a machine serves and where; ConfigError where it has no room."""
     memory = RunMemory(config, site, known)
-    models = memory.with_widths(served_models(config))
+    models = memory.with_widths()
     slots = slots_of(config, site, slot_width(models))
     shares = bool(site.machine.devices and slots)
     sharing = memory.share(models, num_slots=len(slots)) if shares else None

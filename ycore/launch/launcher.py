@@ -24,7 +24,7 @@ from ycore.launch.supervise import Rebalanced, RunKind, Supervisor, limits_of
 from ycore.run.claim import Claim, claim, run_facts
 from ycore.run.files import RunFolder, as_run_error, read_json, write_json_atomic
 from ycore.run.interrupt import StopRequests
-from ycore.run.metrics import Status, read_metrics, summarise
+from ycore.run.metrics import read_metrics, summarise
 from ycore.run.resuming import last_step
 from ycore.run.secrets import redact
 from ycore.run.text import Say, as_duration, topic
@@ -40,6 +40,7 @@ EVALUATOR = RunKind("evaluator", "ycore.evaluation.evaluator", result_file="eval
 PREFLIGHT = RunKind("preflight", "ycore.evaluation.preflight", result_file="preflight.json")
 
 
+Status = Literal["finished", "interrupted", "failed"]
 Summary = dict[str, Any]
 """Results by their names, as in summary.json and in a row of metrics.jsonl."""
 
@@ -210,12 +211,16 @@ class LocalRun:
         try:
             self.sum_up(status, error=error)
         except Exception:  # noqa: BLE001 -- whatever it is, the summary is tried once more
-            wall_s = round(time.monotonic() - self.began, 1)
-            content = {"status": status, "wall_s": wall_s, "error": redact(str(error))}
             try:
-                write_json_atomic(summary, content)
+                write_json_atomic(summary, self._ending(status, error))
             except OSError as problem:
                 self.progress.say(f"{summary} could not be written: {problem.strerror}")
+
+    def _ending(self, status: Status, error: BaseException | None) -> Summary:
+        ending: Summary = {"status": status, "wall_s": round(time.monotonic() - self.began, 1)}
+        if error is not None:
+            ending["error"] = redact(str(error) or type(error).__name__)
+        return ending
 
     def sum_up(self, status: Status, *, error: BaseException | None = None) -> Summary:
         """Write summary.json, draw the curve, and return the summary."""
@@ -226,16 +231,10 @@ class LocalRun:
         measure: Literal["reward", "loss"] = (
             "loss" if isinstance(config, TuneConfig) else "reward"
         )
-        metrics = read_metrics(folder.metrics, say=self.progress.say)
-        message = None if error is None else redact(str(error) or type(error).__name__)
-        wall_s = time.monotonic() - self.began
-        summary = summarise(metrics, status, wall_s, measure=measure, error=message)
-        if not has_steps:
-            summary = {
-                key: value
-                for key, value in summary.items()
-                if key in ("status", "wall_s", "error")
-            }
+        metrics = read_metrics(folder.metrics, say=self.progress.say) if has_steps else []
+        summary = self._ending(status, error)
+        if has_steps:
+            summary |= summarise(metrics, measure=measure)
         if status == "finished" and self.kind.result_file is not None:
             summary |= read_json(folder.root / self.kind.result_file)
         elif status == "finished" and has_steps:

@@ -103,8 +103,8 @@ def _present_gpus() -> Iterator[Gpu]:
             uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
             name=str(pynvml.nvmlDeviceGetName(handle)),
             driver=driver,
-            memory_gib=None if memory is None else memory.total / GIB,
-            free_gib=None if memory is None else memory.free / GIB,
+            memory_gib=memory and memory.total / GIB,
+            free_gib=memory and memory.free / GIB,
             capability=_ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
         )
         slices = [*_slices(handle, gpu)]
@@ -122,13 +122,13 @@ def _slices(handle: Any, gpu: Gpu) -> Iterator[Gpu]:
             continue
         uuid = str(pynvml.nvmlDeviceGetUUID(part))
         memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, part)
-        yield Gpu(
+        yield replace(
+            gpu,
             id=uuid,
             uuid=uuid,
             name=str(pynvml.nvmlDeviceGetName(part)),
-            driver=gpu.driver,
-            memory_gib=None if memory is None else memory.total / GIB,
-            capability=gpu.capability,
+            memory_gib=memory and memory.total / GIB,
+            free_gib=None,
         )
 
 

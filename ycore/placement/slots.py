@@ -97,7 +97,6 @@ class Slots:
         self._measured: tuple[list[float], list[float]] | None = None
         self._restored: dict[str, Any] | None = None
         self._began = time.perf_counter()
-        self._since_epoch = time.time() - time.perf_counter()
         self.gathers = False
         self.state: dict[str, Any] | None = None
         assert self._pool.num_slots == num_slots
@@ -163,9 +162,6 @@ class Slots:
         """
         self.begin_phase(phase)
         self._began = time.perf_counter()
-        self._since_epoch = (
-            time.time() - self._began
-        )  # again each round: the two clocks drift apart
         restored = self._restored
         self._restored = None
         self._awake, self.gathers = await self._allocator.begin_round(restored)
@@ -194,8 +190,9 @@ class Slots:
         if trains:
             idle_share = usage_metrics(usage)["ycore/idle_share"]
             details = {"step": step, "idle_share": round(idle_share, 4)}
-            began_at = self._began + self._since_epoch
-            self._trace.add(Span(ROUND, self._rank, -1, began_at, now - self._began, details))
+            seconds = now - self._began
+            began_at = time.time() - (time.perf_counter() - self._began)
+            self._trace.add(Span(ROUND, self._rank, -1, began_at, seconds, details))
         self._trace.flush()
         return usage_metrics(sums[len(measurements) :])
 
@@ -282,7 +279,7 @@ class Slots:
     def _record(
         self, name: str, slot: int, began: float, ended: float, **details: object
     ) -> None:
-        began_at = began + self._since_epoch
+        began_at = time.time() - (time.perf_counter() - began)
         self._trace.add(
             Span(name, self._machine_rank, int(slot), began_at, ended - began, details)
         )

@@ -64,7 +64,7 @@ class Claim:
                     f"another ycore is running in {folder.root}; wait for it, stop it, or choose another --output"
                 )
             time.sleep(0.1)
-        self.run_id = keep_run_id(self.descriptor)
+        keep_run_id(self.descriptor)
 
     def release(self) -> None:
         os.close(self.descriptor)

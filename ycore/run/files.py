@@ -65,16 +65,6 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
     return path.read_bytes()
 
 
-def read_own(path: Path, *, max_bytes: int) -> bytes:
-    """Return the content of a run's file; RunFolderError where it has more than any run writes."""
-    try:
-        return read_regular(path, max_bytes=max_bytes)
-    except ValueError as problem:
-        raise RunFolderError(
-            f"{path} cannot be read ({problem}); it was not written by ycore"
-        ) from None
-
-
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text, after `check_plain`; ValueError says what is wrong."""
     try:
@@ -145,18 +135,23 @@ def read_named(path: Path, *, way_out: str) -> bytes:
     return data
 
 
-def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`, readable by its owner only; a kill leaves the old file or the new one."""
+def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace `path` by `data`, readable by its owner only; a kill leaves the old file or the new one.
+
+    `durable`: on the disk on return, so that a loss of power leaves one of both too.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 def seal(head: Record, content: Any) -> bytes:
@@ -422,15 +417,13 @@ def read_run_id(lock: Path) -> str | None:
         return None
 
 
-def keep_run_id(descriptor: int) -> str:
-    """Return the id in an open lock file, and write a new one where there is none."""
-    run_id = _read(descriptor)
-    if run_id is None:
-        run_id = secrets.token_hex(6)
-        data = json.dumps({"run_id": run_id, **_file_of(descriptor)}).encode() + b"\n"
+def keep_run_id(descriptor: int) -> None:
+    """Write a new id into an open lock file where there is none."""
+    if _read(descriptor) is None:
+        record = {"run_id": secrets.token_hex(6), **_file_of(descriptor)}
+        data = json.dumps(record).encode() + b"\n"
         os.pwrite(descriptor, data, 0)  # in place, because the lock is on this very file
         os.ftruncate(descriptor, len(data))
-    return run_id
 
 
 def _read(descriptor: int) -> str | None:
@@ -487,12 +480,7 @@ class ImageStore:
         size = _decoded(data, place).size
         if self.folder is not None and not (path := self.path(sha256)).is_file():
             make_folder(self.folder)
-            if durable:
-                write_bytes_atomic(path, data)
-            else:
-                partial = path.with_name(f".{sha256}.{os.getpid()}")
-                partial.write_bytes(data)
-                os.replace(partial, path)
+            write_bytes_atomic(path, data, durable=durable)
         return Image(sha256, *size)
 
     def path(self, sha256: str) -> Path:

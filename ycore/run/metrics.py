@@ -13,11 +13,12 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Literal, Protocol
 
+from ycore.errors import RunFolderError
 from ycore.run.files import (
     LineFollower,
     json_safe,
     open_private,
-    read_own,
+    read_regular,
     sync,
     write_bytes_atomic,
 )
@@ -93,7 +94,13 @@ def read_metrics(path: Path, *, say: Say = warn) -> list[JsonObject]:
     """
     if not path.is_file():
         return []
-    *lines, last_line = read_own(path, max_bytes=_MAX_BYTES).split(b"\n")
+    try:
+        data = read_regular(path, max_bytes=_MAX_BYTES)
+    except ValueError as problem:
+        raise RunFolderError(
+            f"{path} cannot be read ({problem}); it was not written by ycore"
+        ) from None
+    *lines, last_line = data.split(b"\n")
     rows = _rows(enumerate(lines, 1), path, say)
     last = _row(last_line)
     return rows if last is None else [*rows, last]
@@ -166,20 +173,13 @@ def _mend_last_line(path: Path) -> None:
             file.write(b"\n")
 
 
-Status = Literal["finished", "interrupted", "failed"]
-
 _WINDOW_STEPS = 5  # one step's reward says little
 
 
 def summarise(
-    metrics: Sequence[Row],
-    status: Status,
-    wall_s: float,
-    *,
-    measure: Literal["reward", "loss"] = "reward",
-    error: str | None = None,
+    metrics: Sequence[Row], *, measure: Literal["reward", "loss"] = "reward"
 ) -> JsonObject:
-    """Return the content of summary.json: status, steps, time, and `measure` at either end.
+    """Return what summary.json says of the steps: their number, and `measure` at either end.
 
     Each mean is of five steps, or of half of the steps where there are fewer than ten. `measure` is `loss` for a run
     without rollouts.
@@ -188,15 +188,11 @@ def summarise(
     values = [value for row in metrics if (value := number(row, *names)) is not None]
     window = min(_WINDOW_STEPS, max(1, len(values) // 2))
     steps = [step for row in metrics if (step := number(row, "step")) is not None]
-    summary: JsonObject = {
-        "status": status,
-        "steps": int(max(steps, default=0)),
-        "wall_s": round(wall_s, 1),
-    }
+    summary: JsonObject = {"steps": int(max(steps, default=0))}
     for end, window_values in (("first", values[:window]), ("last", values[-window:])):
         mean = round(statistics.fmean(window_values), 6) if window_values else None
         summary[f"{measure}_{end}"] = mean
-    return summary if error is None else {**summary, "error": error}
+    return summary
 
 
 _Z_95 = 1.959964

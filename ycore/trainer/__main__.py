@@ -94,10 +94,9 @@ def main() -> int:
     keep_printing()
     dump_stacks_on_signal()
     folder = RunFolder(Path(sys.argv[1]))
-    if is_rank():
-        return _train_as_rank(folder, this_rank())
-    keep_to_cores(folder, 0)
-    return _train(folder, lambda error: None)
+    rank = this_rank()
+    keep_to_cores(folder, rank.local)
+    return _train_as_rank(folder, rank) if is_rank() else _train(folder, lambda error: None)
 
 
 def keep_to_cores(folder: RunFolder, local_rank: int) -> None:
@@ -110,7 +109,6 @@ def keep_to_cores(folder: RunFolder, local_rank: int) -> None:
 
 def _train_as_rank(folder: RunFolder, rank: Rank) -> int:
     """Report the end to ycore's launcher. torchrun sees only failures, for which it ends the other ranks."""
-    keep_to_cores(folder, rank.local)
     take_place(folder, rank)
     reported: list[BaseException] = []
 

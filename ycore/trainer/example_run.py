@@ -17,7 +17,6 @@ from ycore.errors import DataError, Interrupted
 from ycore.evaluation.during_training import Evaluation
 from ycore.evaluation.held_out import as_metrics
 from ycore.round.assemble import load_tokenizer
-from ycore.run.claim import contents_of
 from ycore.run.files import ImageStore, RunFolder, read_json
 from ycore.run.secrets import load_config
 from ycore.trainer.training_run import Checkpoints, TrainingRun
@@ -52,11 +51,11 @@ class ExampleRun(TrainingRun):
             RunFolder(Path(started["home"])),
             model=model,
             tokenizer=tokenizer if sight is None else sight.processor,
-            contents=contents_of(examples.identity, model, config.code_files),
+            identity=examples.identity,
             examples=examples,
         )
         self.stop = threading.Event()
-        self.save_with(Checkpoints(self.home, self.trainer))
+        self.checkpoints = Checkpoints(self.home, self.trainer)
         self._num_too_long = self._check_lengths(examples)
         self._evaluation = HeldOutRows(self, config, measures=bool(self.trainer.eval_dataset))
         self.trainer.add_callback(self._evaluation)

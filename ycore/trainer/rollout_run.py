@@ -16,7 +16,6 @@ from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers
 from ycore.round.step import Controller
-from ycore.run.claim import contents_of
 from ycore.run.files import write_json_atomic
 from ycore.run.work import working
 from ycore.trainer.training_run import Checkpoints, RoundState, TrainingRun
@@ -39,16 +38,14 @@ class RolloutRun(TrainingRun):
             parts.home,
             model=parts.started.model,
             tokenizer=parts.tokenizer if parts.sight is None else parts.sight.processor,
-            contents=contents_of(
-                parts.prompts.identity, parts.started.model, parts.config.code_files
-            ),
+            identity=parts.prompts.identity,
         )
         if parts.sight is not None:
             self.trainer.open_image = parts.sight.store.open
         self._peers = Peers(timeout_s=parts.config.collective_timeout_s)
         self.controller: Controller = self._make_controller()
         self.stop = self.controller.stop  # which also ends a round that is being generated
-        self.save_with(self._take_rounds())
+        self.checkpoints = self._take_rounds()
         self._page.show_rounds(self.trainer, every=parts.config.log_every)
         held_out = parts.evaluation(self.controller)
         self._evaluation = RolloutEvaluation(self, parts.config, self.controller, held_out)

@@ -9,7 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from ycore.errors import Interrupted, RunError
 from ycore.evaluation.during_training import EndedEarly
 from ycore.round.journal import reshard_states
 from ycore.round.step import Controller
-from ycore.run.claim import check_contents
+from ycore.run.claim import check_contents, contents_of
 from ycore.run.files import RunFolder, read_json, sync, sync_tree, write_json_atomic
 from ycore.run.metrics import MetricsWriter, is_evaluation
 from ycore.run.reports import this_rank
@@ -136,6 +136,7 @@ class Checkpoints(CheckpointWriter):
         keep = trainer.args.save_total_limit
         size = _expected_bytes(trainer.model)
         super().__init__(home, expected_bytes=size, keep=keep, ranks=ranks, prune=prune)
+        trainer.saving = self.saving
 
     def remember(self) -> None:
         """Take the state of the rounds at the end of a step."""
@@ -223,7 +224,7 @@ class TrainingRun(ABC, TrainerCallback):
         folder: of this machine, where the launcher looks.
         home: the run's own folder, which is another one on a machine that is not the first.
         model: the folder of the weights that the run begins with.
-        contents: what the run learns from, as fingerprints by name.
+        identity: the fingerprint of the rows that it learns from.
         examples: the rows of a run without rollouts.
     """
 
@@ -243,10 +244,11 @@ class TrainingRun(ABC, TrainerCallback):
         *,
         model: Path,
         tokenizer: PreTrainedTokenizerBase,
-        contents: dict[str, str],
+        identity: str,
         examples: ExampleSet | None = None,
     ) -> None:
         rank = this_rank()
+        contents = contents_of(identity, model, config.code_files)
         if rank.number == 0:
             check_contents(home, contents)
         self.config = config
@@ -269,10 +271,6 @@ class TrainingRun(ABC, TrainerCallback):
         self._page = TrackerPage(home, self.trainer.callback_handler, config)
         self.trainer.add_callback(self._page)
         self.leads = bool(self.trainer.accelerator.is_main_process)
-
-    def save_with(self, checkpoints: Checkpoints) -> None:
-        self.checkpoints = checkpoints
-        self.trainer.saving = checkpoints.saving
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -352,7 +350,12 @@ class TrainingRun(ABC, TrainerCallback):
         if self.leads:
             self.metrics.forget_after(step)
         self.begin(resumes=checkpoint is not None)
-        with _without_input_casts(self.trainer):
+        casts_inputs: Any = nullcontext()
+        if (
+            not self.trainer.keeps_peft
+        ):  # autocast, in which it runs alone, makes the adapters' cast anyway
+            casts_inputs = disable_input_dtype_casting(self.trainer.bare_model)
+        with casts_inputs:
             try:
                 self.trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
             except EndedEarly:
@@ -404,13 +407,3 @@ class TrainingRun(ABC, TrainerCallback):
     def close(self) -> None:
         """End what the run has started."""
         self.metrics.close()
-
-
-@contextmanager
-def _without_input_casts(trainer: BaseTrainer) -> Iterator[None]:
-    """Spare adapters the cast of their inputs, which autocast makes anyway, where the trainer runs in autocast alone."""
-    if trainer.keeps_peft:
-        yield
-        return
-    with disable_input_dtype_casting(trainer.bare_model):
-        yield

@@ -23,9 +23,9 @@ from ycore.config.trl_arguments import derive_tune_batch, trl_arguments
 from ycore.data.examples import load_examples
 from ycore.errors import ConfigError
 from ycore.launch.layout import Site, site_of
-from ycore.models.model_facts import sighted_family
 from ycore.models.names import (
     ModelPlan,
+    reads_text_only,
     require_chat_template,
     require_sight,
     resolve_model,
@@ -112,7 +112,7 @@ def _places(config: AnyConfig, model: ModelPlan, site: Site) -> JsonObject:
             "note": model.note,
             "context_length": model.context_length,
             "chat": model.has_chat_template is True,
-            "sees": sighted_family(config.model) is not None,
+            "sees": model.config is not None and not reads_text_only(model),
         },
         "devices": {"gpus": len(machine.devices), "cores": len(machine.cores)},
         "ranks": {

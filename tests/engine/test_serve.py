@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.tiny_model import write_tiny_model
+from ycore.config.schema import EngineSettings
 from ycore.engine import SamplingParams
 from ycore.engine.commands import EngineSpec
 from ycore.engine.kinds import is_vllm_installed
@@ -36,14 +37,10 @@ def started(folder: RunFolder, specs: list[EngineSpec]) -> Iterator[EngineWatch]
     for path in (folder.sockets, folder.temporary, folder.logs):
         make_private(path)
     try:
-        engines = start_engines(
-            specs,
-            folder,
-            health_timeout_s=WITHIN_S,
-            start_timeout_s=WITHIN_S,
-            say=print,
+        settings = EngineSettings(
+            health_timeout_s=WITHIN_S, start_timeout_s=WITHIN_S, restarts=1
         )
-        yield EngineWatch(engines, max_restarts=1, start_timeout_s=WITHIN_S)
+        yield start_engines(specs, folder, settings, say=print)
     finally:
         RunWatch(folder.run_id).kill(grace_s=0)
         remove_leftovers(folder)

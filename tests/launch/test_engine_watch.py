@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from ycore.config.schema import EngineSettings
 from ycore.engine import commands
 from ycore.engine.commands import EngineSpec
 from ycore.engine.server import DROP, KEEP, asleep_file, mark_asleep
@@ -92,7 +93,8 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 def start_all(
     folder: RunFolder, planned: list[EngineSpec], say: Callable[[str], None] = print
 ) -> list[LiveEngine]:
-    return start_engines(planned, folder, health_timeout_s=60, start_timeout_s=60, say=say)
+    settings = EngineSettings(health_timeout_s=60, start_timeout_s=60)
+    return list(start_engines(planned, folder, settings, say=say).engines)
 
 
 def test_a_turn_has_one_engine_of_each_device(sockets: Path, folder: RunFolder) -> None:

@@ -25,6 +25,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from ycore import __version__
+from ycore.config.schema import EngineSettings
 from ycore.engine import commands
 from ycore.engine.server import (
     DROP,
@@ -84,9 +85,9 @@ class LiveEngine:
     def _start(self) -> None:
         self.socket.unlink(missing_ok=True)  # left by a killed process; nobody listens on it
         asleep_file(self.socket).unlink(missing_ok=True)
-        if self.engine.host and not self.is_lost:
-            self.lead_to(self.socket)
         if self.engine.host:
+            if not self.is_lost:
+                self.lead_to(self.socket)
             command = ssh_command(self.engine)
             environment = dict(os.environ)
         else:
@@ -280,23 +281,26 @@ class EngineWatch:
 def start_engines(
     planned: Sequence[commands.EngineSpec],
     folder: RunFolder,
+    settings: EngineSettings,
     *,
-    health_timeout_s: float,
-    start_timeout_s: float,
     say: Say,
-) -> list[LiveEngine]:
+) -> EngineWatch:
     """Start engines on cores at once; those on devices in turn, each ready, or asleep, before the next one starts.
 
     vLLM takes for its own what its neighbours allocate while it measures (`determine_available_memory`), so no two
     engines of a device start at once, and the trainer starts when all engines are ready.
     """
+    start_timeout_s = settings.start_timeout_s
     on_cpu = all(engine.on_cpu for engine in planned)
     started: list[LiveEngine] = []
     for batch in start_order(planned):
         fork_server = _fork_server(batch, folder)
         live = [
             LiveEngine(
-                engine, folder, health_timeout_s=health_timeout_s, fork_server=fork_server
+                engine,
+                folder,
+                health_timeout_s=settings.health_timeout_s,
+                fork_server=fork_server,
             )
             for engine in batch
         ]
@@ -316,7 +320,9 @@ def start_engines(
                 )
             mark_asleep(engine.socket, level)
         started += live
-    return started
+    return EngineWatch(
+        started, max_restarts=settings.restarts, start_timeout_s=start_timeout_s, say=say
+    )
 
 
 def _fork_server(

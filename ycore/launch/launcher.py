@@ -70,11 +70,11 @@ def run_worker(
     """
     began = time.monotonic()
     config = on_machine(config)
-    site = site_of(config, trains=kind.trains)
-    facts = run_facts(config, contents or {})
     restarts = limits_of(config).restarts
     num_lost = 0
     while True:
+        site = site_of(config, trains=kind.trains)
+        facts = run_facts(config, contents or {})
         try:
             with meeting(site.layout, facts, say=_say) as machines:
                 if isinstance(config, RunConfig):
@@ -91,8 +91,6 @@ def run_worker(
             _say(f"{error}; this machine {WAITS} ({num_lost} of {restarts})")
         except Rebalanced as moved:
             (config,) = moved.args
-            site = site_of(config)
-            facts = run_facts(config, contents or {})
 
 
 def _open_progress(
@@ -175,23 +173,11 @@ class LocalRun:
         if not isinstance(config, RunConfig):
             write_json_atomic(folder.engines, {"kind": "none", "engines": [], **facts})
             return EngineWatch()
-        settings = config.engine
         plan = plan_engines(config, self.site, fetch=fetch)
         say(plan.note + (", starting ..." if plan.engines else ""))
         write_json_atomic(folder.engines, {**plan.as_json(), **facts})
-        engines = start_engines(
-            plan.all_engines(with_policy=not config.given_pairs),
-            folder,
-            health_timeout_s=settings.health_timeout_s,
-            start_timeout_s=settings.start_timeout_s,
-            say=say,
-        )
-        return EngineWatch(
-            engines,
-            max_restarts=settings.restarts,
-            start_timeout_s=settings.start_timeout_s,
-            say=say,
-        )
+        to_start = plan.all_engines(with_policy=not config.given_pairs)
+        return start_engines(to_start, folder, config.engine, say=say)
 
     def known_error(self, error: Exception) -> RunError:
         """Return what the command says of an error in a line; the traceback of a defect goes to logs/launcher.log."""

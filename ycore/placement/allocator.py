@@ -146,7 +146,7 @@ class Allocator:
         """The mean round of one machine so far."""
         self._measured_swap_s: float | None = None
         self.requests: dict[int, Request] = {}
-        """Those without an answer, by the number that no other has."""
+        """The requests without an answer, by the number that no other has."""
         self._waiting = {role: Queue() for role in pool.roles}
         self.begin_round(0.0)
 

@@ -133,7 +133,6 @@ class Slots:
             raise
         finally:
             del self._granted[request]
-        now = time.perf_counter()
         self._raise_error()
         self._allocator.ended(request)
         seed = {} if lease.seed is None else {"seed": lease.seed}
@@ -141,7 +140,6 @@ class Slots:
             role,
             lease,
             began,
-            now,
             request=request,
             tokens=lease.num_tokens,
             waited_s=round(began - asked_at, 6),
@@ -177,7 +175,8 @@ class Slots:
 
         Every rank calls this once a round, since `add_up` is a collective.
         """
-        now = time.perf_counter()
+        seconds = time.perf_counter() - self._began
+        began_at = time.time() - seconds
         assert self._measured is not None, "the round is over"
         measurements, usage = self._measured
         sums = [*measurements, *usage]
@@ -190,8 +189,6 @@ class Slots:
         if trains:
             idle_share = usage_metrics(usage)["ycore/idle_share"]
             details = {"step": step, "idle_share": round(idle_share, 4)}
-            seconds = now - self._began
-            began_at = time.time() - (time.perf_counter() - self._began)
             self._trace.add(Span(ROUND, self._rank, -1, began_at, seconds, details))
         self._trace.flush()
         return usage_metrics(sums[len(measurements) :])
@@ -246,7 +243,7 @@ class Slots:
             await self._sleepers[asleep][slot].sleep()
             await self._sleepers[awake][slot].wake()
         self._allocator.swapped(slot)
-        self._record(SWAP, slot, began, time.perf_counter(), asleep=asleep, awake=awake)
+        self._record(SWAP, slot, began, asleep=asleep, awake=awake)
 
     def _swap_done(self, task: asyncio.Task[None]) -> None:
         self._swaps.discard(task)
@@ -276,10 +273,8 @@ class Slots:
         if self._error is not None:
             raise self._error
 
-    def _record(
-        self, name: str, slot: int, began: float, ended: float, **details: object
-    ) -> None:
-        began_at = time.time() - (time.perf_counter() - began)
-        self._trace.add(
-            Span(name, self._machine_rank, int(slot), began_at, ended - began, details)
-        )
+    def _record(self, name: str, slot: int, began: float, **details: object) -> None:
+        """Add what has taken from `began` until now."""
+        seconds = time.perf_counter() - began
+        began_at = time.time() - seconds
+        self._trace.add(Span(name, self._machine_rank, int(slot), began_at, seconds, details))

@@ -153,7 +153,7 @@ def read_checkpoint_manifest(checkpoint: Path) -> Manifest:
         raise RunFolderError(
             f"{_MANIFEST} is damaged ({where or 'its body'}: {first['msg']})"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise RunFolderError(f"{_MANIFEST} is damaged ({error})") from None
     if lacking := _lacking(manifest):
         raise RunFolderError(f"{_MANIFEST} lists no {lacking}, without which no run goes on")

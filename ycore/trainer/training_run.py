@@ -230,7 +230,7 @@ class TrainingRun(ABC, TrainerCallback):
 
     checkpoints: Checkpoints
     controller: Controller | None = None
-    """That of a run with rollouts."""
+    """The rounds of a run with rollouts."""
     ended_early: str | None = None
     """Why the run is over before its last step."""
     stop: threading.Event

@@ -349,7 +349,7 @@ POINTS: tuple[Point, ...] = (
     Point(
         "checkpoint published, older ones there",
         _WRITER,
-        "                    publish(self._folder, step, world=ranks.world)\n",
+        "                    publish(self._folder, step, world=ranks.num_processes)\n",
         before=False,
         each_step=False,
     ),

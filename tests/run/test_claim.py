@@ -275,8 +275,10 @@ import sys
 from pathlib import Path
 from ycore.run.claim import Claim
 from ycore.run.files import RunFolder
-(Path(sys.argv[1]) / "run").mkdir()
-print(Claim(RunFolder(Path(sys.argv[1]) / "run")).run_id)
+folder = RunFolder(Path(sys.argv[1]) / "run")
+folder.root.mkdir()
+Claim(folder)
+print(folder.run_id)
 """
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
@@ -321,13 +321,15 @@ def _fingerprints(files: Iterable[Path]) -> list[Fingerprint]:
 # -- written by all ranks together, and not without room ---------------------------------------------------------------
 
 
-class RankGroup(NamedTuple):
-    """The ranks that write a checkpoint together, as one of them sees it."""
+class OneRank:
+    """What checkpoints need of an `Accelerator`, where there is only one rank."""
 
-    rank: int = 0
-    world: int = 1
-    is_first_of_machine: bool = True
-    meet: Callable[[], None] = lambda: None  # returns when every rank has called it
+    process_index = 0
+    num_processes = 1
+    is_local_main_process = True
+
+    def wait_for_everyone(self) -> None:
+        """Return at once."""
 
 
 class CheckpointWriter:
@@ -336,6 +338,7 @@ class CheckpointWriter:
     Args:
         expected_bytes: rough size of a checkpoint.
         keep: how many checkpoints stay; None keeps all.
+        ranks: the `Accelerator` of the ranks that write a checkpoint together.
         prune: drops the rounds of steps before the oldest checkpoint; None keeps them.
     """
 
@@ -345,7 +348,7 @@ class CheckpointWriter:
         *,
         expected_bytes: int,
         keep: int | None,
-        ranks: RankGroup = RankGroup(),  # noqa: B008 -- it is a tuple
+        ranks: Any = None,
         prune: Callable[[int], None] | None = None,
     ) -> None:
         make_folder(home.checkpoints)
@@ -353,7 +356,7 @@ class CheckpointWriter:
         self._metrics = home.metrics
         self._expected_bytes = expected_bytes
         self._keep = keep
-        self.ranks = ranks
+        self.ranks = ranks or OneRank()
         self._prune = prune
         self.saved_step = 0
 
@@ -362,23 +365,23 @@ class CheckpointWriter:
         """Give the folder for `checkpoint-STEP`, published on leaving; all ranks come here together."""
         staged = staging(self._folder, step)
         ranks = self.ranks
-        leads = ranks.rank == 0
+        leads = ranks.process_index == 0
         try:
             with working("saving a checkpoint"):
                 if leads:
                     self._stage(staged, step)
-                ranks.meet()
-                if not staged.is_dir() and ranks.is_first_of_machine:
+                ranks.wait_for_everyone()
+                if not staged.is_dir() and ranks.is_local_main_process:
                     leads = True  # a machine that does not share the run folder publishes what its ranks wrote
                     self._stage(staged, step)
-                ranks.meet()
+                ranks.wait_for_everyone()
                 yield staged
-                ranks.meet()
+                ranks.wait_for_everyone()
                 if leads:
                     sync(self._metrics)  # its steps are not taken again from here on
-                    publish(self._folder, step, world=ranks.world)
+                    publish(self._folder, step, world=ranks.num_processes)
                     drop_oldest(self._folder, keep=self._keep)
-                ranks.meet()
+                ranks.wait_for_everyone()
         except YcoreError:
             raise
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -398,7 +401,7 @@ class CheckpointWriter:
         """RunError if the disk has no room for the checkpoints that a run keeps."""
         needed = MIN_KEPT * self._expected_bytes
         free = self._free_bytes()
-        if self.ranks.rank == 0 and not checkpoints_in(self._folder) and free < needed:
+        if self.ranks.process_index == 0 and not checkpoints_in(self._folder) and free < needed:
             raise RunError(
                 f"{MIN_KEPT} checkpoints take about {needed / 1e6:.0f} MB, and {self._folder} has {free / 1e6:.0f} MB "
                 "free; make room, or choose another --output"

@@ -80,9 +80,7 @@ class ExampleRun(TrainingRun):
     def should_stop(self) -> bool:
         return self.sum_over_ranks(int(self.stop.is_set())) > 0
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
         if self.should_stop():
             raise Interrupted("stopped while the held-out rows were measured")
 

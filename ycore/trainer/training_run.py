@@ -39,7 +39,6 @@ from ycore.run.metrics import MetricsWriter, is_evaluation
 from ycore.run.reports import this_rank
 from ycore.run.resuming import (
     CheckpointWriter,
-    RankGroup,
     checkpoint_of,
     controller_file,
     newest_for,
@@ -125,14 +124,8 @@ class Checkpoints(CheckpointWriter):
         rounds: RoundState | None = None,
         prune: Callable[[int], None] | None = None,
     ) -> None:
-        accelerator = trainer.accelerator
         self._rounds = rounds
-        ranks = RankGroup(
-            int(accelerator.process_index),
-            int(accelerator.num_processes),
-            is_first_of_machine=bool(accelerator.is_local_main_process),
-            meet=accelerator.wait_for_everyone,
-        )
+        ranks = trainer.accelerator
         keep = trainer.args.save_total_limit
         size = _expected_bytes(trainer.model)
         super().__init__(home, expected_bytes=size, keep=keep, ranks=ranks, prune=prune)
@@ -149,12 +142,13 @@ class Checkpoints(CheckpointWriter):
         with super().saving(step) as staged:
             yield staged
             if self._rounds is not None:
-                self._rounds.write(checkpoint_of(staged, step), self.ranks.rank, step)
+                self._rounds.write(checkpoint_of(staged, step), self.ranks.process_index, step)
 
     def restore(self, checkpoint: Path) -> None:
         """Set this rank to what it wrote, before transformers loads its own part."""
         if self._rounds is not None:
-            self._rounds.restore(checkpoint, self.ranks.rank, self.ranks.world)
+            ranks = self.ranks
+            self._rounds.restore(checkpoint, ranks.process_index, ranks.num_processes)
         self.saved_step = step_of(checkpoint)
 
 
@@ -272,9 +266,7 @@ class TrainingRun(ABC, TrainerCallback):
         self.trainer.add_callback(self._page)
         self.leads = bool(self.trainer.accelerator.is_main_process)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._began = time.perf_counter()
         self.mark_progress()
 

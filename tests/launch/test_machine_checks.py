@@ -1,5 +1,6 @@
 """What a described machine cannot run is refused in one line, with the nearest that works; what it can run passes."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -131,23 +132,14 @@ def test_a_division_that_the_machine_cannot_run_is_passed_over(
         sampling=SamplingSettings(max_staleness=2),
     )
     config = on_machine(config, H100)
+    site = planned_site(config, H100)
+    site.folder.metrics.write_text(11 * f"{json.dumps(row)}\n")
     said = list[str]()
-    moved = find_move(
-        config, planned_site(config, H100), lambda: [row] * 11, said.append, step=11, cost_s=1.0
-    )
+    moved = find_move(config, site, said.append, step=11, cost_s=1.0)
     assert moved is not None and (moved.engine.devices, moved.processes) == (4, 4)
     assert len(said) == 1 and "engine.devices=4 would take" in said[0]
-    site = planned_site(config, H100)
-    assert (
-        find_move(config, site, lambda: [row] * 11, said.append, step=config.steps, cost_s=1.0)
-        is None
-    )
-    assert (
-        find_move(
-            config, site, lambda: [row] * 11, said.append, step=config.steps - 1, cost_s=31.0
-        )
-        is None
-    )
+    for step, cost_s in ((config.steps, 1.0), (config.steps - 1, 31.0)):
+        assert find_move(config, site, said.append, step=step, cost_s=cost_s) is None
     assert len(said) == 1
 
 

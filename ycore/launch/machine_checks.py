@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from ycore.config.schema import BaseConfig, RunConfig
 from ycore.config.trl_arguments import BatchPlan, derive_batch
@@ -30,6 +29,7 @@ from ycore.placement.placement import REWARD_MODEL, better_divisions
 from ycore.plan.devices import GIB, Fleet
 from ycore.plan.memory import engine_weight_bytes
 from ycore.plan.sharing import DeviceSharing
+from ycore.run.metrics import read_metrics
 from ycore.scoring.scorers import check_run_placement, served_models
 from ycore.scoring.scoring import ServedModel
 
@@ -185,7 +185,6 @@ def _check_in_process(config: RunConfig, site: Site, kind: EngineKind) -> None:
 def find_move(
     config: BaseConfig,
     site: Site,
-    rows: Callable[[], list[dict[str, Any]]],
     say: Callable[[str], object],
     *,
     step: int,
@@ -201,7 +200,7 @@ def find_move(
     before = site.machine
     machine = replace(this_machine(), free_bytes=before.free_bytes, shm_bytes=before.shm_bytes)
     for number, sentence in better_divisions(
-        rows(),
+        read_metrics(site.folder.metrics),
         int(config.engine.devices),
         len(machine.parts[0]),
         least_gain_s=cost_s / (config.steps - step),

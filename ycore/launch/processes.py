@@ -27,8 +27,7 @@ from ycore.config.schema import BaseConfig
 from ycore.engine.kinds import KINDS
 from ycore.errors import Interrupted, RunError
 from ycore.launch.layout import Site
-from ycore.placement.placement import ALLOCATOR
-from ycore.run.files import RunFolder, open_private, read_json, read_tail
+from ycore.run.files import ALLOCATOR, RunFolder, open_private, read_json, read_tail
 from ycore.run.reports import RUN_MARKER, Report, descendants, is_alive, read_report
 from ycore.run.secrets import secrets_environment
 from ycore.run.text import Say

@@ -23,7 +23,7 @@ from ycore.launch.processes import (
     write_stacks,
 )
 from ycore.run.interrupt import StopRequests
-from ycore.run.metrics import MetricsFollower, read_metrics
+from ycore.run.metrics import MetricsFollower
 from ycore.run.reports import forget_reports
 from ycore.run.resuming import last_step
 from ycore.view.activity import RunActivity
@@ -192,18 +192,18 @@ class Supervisor:
             self._step = int(row.get("step", self._step))
             self._progressed = time.monotonic()
             self._start_s = self._start_s or self._progressed - self._began
-            self._move = self._move or self._find_move(self._start_s)
+            self._move = self._move or find_move(
+                self.config,
+                self.site,
+                self.progress.say,
+                step=self._step,
+                cost_s=self._start_s,
+            )
         mark = self.folder.step_began
         began_ns = mark.stat().st_mtime_ns if mark.exists() else 0
         if began_ns > self._step_began_ns:
             self._step_began_ns = began_ns
             self._progressed = time.monotonic()
-
-    def _find_move(self, cost_s: float) -> RunConfig | None:
-        """Return the config with a better division of devices, said before; `cost_s`: seconds of a start."""
-        rows = partial(read_metrics, self.folder.metrics)
-        say = self.progress.say
-        return find_move(self.config, self.site, rows, say, step=self._step, cost_s=cost_s)
 
     @property
     def _rebalances(self) -> bool:

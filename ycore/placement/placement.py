@@ -13,9 +13,6 @@ from ycore.errors import ConfigError, nearest
 
 ROLLOUT, JUDGE, REWARD_MODEL, TEACHER = "rollout", "judge", "reward_model", "teacher"
 
-ALLOCATOR = "allocator"
-"""The name of the allocator's process, log and socket, on a machine with several ranks."""
-
 ROLES = (
     ROLLOUT,
     JUDGE,

@@ -14,10 +14,10 @@ from ycore.engine.kinds import KINDS, EngineKind
 from ycore.engine.server import KEEP, Server, SleepingEngine, SleepTogether, restart_timeout_s
 from ycore.engine.sight import Sight, image_token_ids
 from ycore.placement.allocator import Allocator
-from ycore.placement.placement import ALLOCATOR, ROLLOUT, SlotPool, in_order, parse_placement
+from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
 from ycore.placement.service import RemoteAllocator, home_rank
 from ycore.placement.slots import Sleeper, Slots
-from ycore.run.files import RunFolder, read_json
+from ycore.run.files import ALLOCATOR, RunFolder, read_json
 from ycore.run.reports import this_rank
 from ycore.run.trace import TraceWriter
 from ycore.scoring.scoring import ScorerEngines, scorer_servers

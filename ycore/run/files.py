@@ -328,6 +328,9 @@ def make_private(path: Path) -> None:
 
 LOCK = ".lock"
 
+ALLOCATOR = "allocator"
+"""The name of the allocator's process, log and socket, on a machine with several ranks."""
+
 TRACKER_GROUP = "WANDB_RUN_GROUP"
 """wandb's own environment variable for runs that belong together."""
 

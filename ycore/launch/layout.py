@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pynvml
@@ -140,7 +140,6 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-Dtype = Literal["float32", "bfloat16"]
 Settings = dict[str, Any]
 """Values by the names of the fields or variables that they are for."""
 
@@ -151,7 +150,7 @@ _PINNED_AS_IT_IS = "pinned_max_round_threshold_mb:1"
 """Stops torch from rounding pinned memory up to powers of two: 15 GB of weights would take 29."""
 _REPLICATE = "parallelism_config_dp_replicate_size"
 _SHARD = "parallelism_config_dp_shard_size"
-_MIXED_PRECISION: Mapping[Dtype, str] = {"float32": "no", "bfloat16": "bf16"}
+_MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,22 +180,6 @@ class Machine:
     def is_sliced(self) -> bool:
         """Whether the devices are slices of MIG, of which a process sees one alone."""
         return any(device.startswith("MIG-") for device in self.devices)
-
-    def divide(self, num_engine_devices: int) -> "tuple[Machine, Machine]":
-        """Return what training has, and what engines have: the last devices, or cores.
-
-        ConfigError where nothing is left to train on.
-        """
-        parts, kind = self.parts
-        if num_engine_devices >= len(parts):
-            raise ConfigError(
-                f"engine.devices {num_engine_devices} leaves none of the {len(parts)} {kind} here to train on; take "
-                f"{len(parts) - 1} or fewer, or leave it out"
-            )
-        first = len(parts) - num_engine_devices
-        rest: Settings = {kind: parts[:first]}
-        apart: Settings = {kind: parts[first:]}
-        return replace(self, **rest), replace(self, **apart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,10 +322,22 @@ def planned_site(
 
 
 def split_for_engines(config: BaseConfig, machine: Machine) -> tuple[Machine, Machine | None]:
-    """Return what training has of a machine, and what engines have alone; None where they share all of it."""
+    """Return what training has of a machine, and what engines have alone: the last devices, or cores.
+
+    None where they share all of it; ConfigError where nothing is left to train on.
+    """
     if not isinstance(config, RunConfig) or config.engine.devices == "shared":
         return machine, None
-    return machine.divide(config.engine.devices)
+    parts, kind = machine.parts
+    first = len(parts) - config.engine.devices
+    if first < 1:
+        raise ConfigError(
+            f"engine.devices {config.engine.devices} leaves none of the {len(parts)} {kind} here to train on; take "
+            f"{len(parts) - 1} or fewer, or leave it out"
+        )
+    rest: Settings = {kind: parts[:first]}
+    apart: Settings = {kind: parts[first:]}
+    return replace(machine, **rest), replace(machine, **apart)
 
 
 def check_ranks_fit(config: BaseConfig, layout: Layout, machine: Machine) -> None:
@@ -444,12 +439,9 @@ def layout_of(config: BaseConfig, machine: Machine, *, place: Settings | None = 
     num_machines = place.get("num_machines", 1)
     if config.accelerate is None and config.processes == num_machines == 1:
         return ONE_RANK
-    dtype = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
     name = next((name for name in SHARDINGS if name == (config.accelerate or "ddp")), None)
     if name is None:
-        layout = _layout_from_file(
-            Path(str(config.accelerate)).expanduser(), config, machine, dtype=dtype
-        )
+        layout = _layout_from_file(Path(str(config.accelerate)).expanduser(), config)
     else:
         world = int(config.processes) * num_machines
         settings = accelerate_config(
@@ -457,7 +449,7 @@ def layout_of(config: BaseConfig, machine: Machine, *, place: Settings | None = 
             processes=world,
             num_machines=num_machines,
             on_cpu=not machine.devices,
-            dtype=dtype,
+            dtype=config.dtype,
         )
         layout = Layout(world, num_machines, place.get("machine_rank", 0), settings | place)
     if layout.uses_fsdp and not machine.devices:
@@ -469,7 +461,7 @@ def layout_of(config: BaseConfig, machine: Machine, *, place: Settings | None = 
 
 
 def accelerate_config(
-    name: Sharding, *, processes: int, on_cpu: bool, dtype: Dtype, num_machines: int
+    name: Sharding, *, processes: int, on_cpu: bool, dtype: str, num_machines: int
 ) -> Settings:
     """Return the content of the file for `accelerate launch --config_file`."""
     run_settings: Settings = {
@@ -563,9 +555,7 @@ def sharding_named(accelerate: str) -> Sharding:
     return Layout(accelerate=_read_accelerate_file(Path(accelerate).expanduser())).sharding
 
 
-def _layout_from_file(
-    path: Path, config: BaseConfig, machine: Machine, *, dtype: Dtype
-) -> Layout:
+def _layout_from_file(path: Path, config: BaseConfig) -> Layout:
     if not path.is_file():
         raise ConfigError(
             f"--accelerate takes {', '.join(SHARDINGS)} or an accelerate config file; there is no file {str(path)!r}"
@@ -580,13 +570,13 @@ def _layout_from_file(
             f"{path}: num_processes must be a multiple of num_machines, and machine_rank below it; "
             f"they are {world}, {machines} and {rank}"
         )
-    wanted = _MIXED_PRECISION[dtype]
+    wanted = _MIXED_PRECISION[config.dtype]
     precision = settings.get("mixed_precision", wanted)
     if precision is False:  # YAML reads a bare `no` so
         precision = "no"
     if precision != wanted:
         raise ConfigError(
-            f"{path}: mixed_precision is {precision!r}, and the run computes in {dtype}; say {wanted!r} there, "
+            f"{path}: mixed_precision is {precision!r}, and the run computes in {config.dtype}; say {wanted!r} there, "
             f"or --set dtype={'bfloat16' if precision == 'bf16' else 'float32'}"
         )
     if machines > 1:

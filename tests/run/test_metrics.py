@@ -33,6 +33,7 @@ def test_half_a_last_line_is_left_out_and_does_not_spoil_the_next_row(tmp_path: 
     path.write_text('{"step": 1}\n{"step": 2, "rew')
     assert read_metrics(path) == [{"step": 1}]
     with closing(MetricsWriter(path)) as writer:
+        writer.forget_after(1)
         writer.write({"step": 2})
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
 
@@ -41,6 +42,7 @@ def test_a_row_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')
     with closing(MetricsWriter(path)) as writer:
+        writer.forget_after(2)
         writer.write({"step": 3})
     assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
 
@@ -50,6 +52,7 @@ def test_a_kill_in_the_middle_of_a_row_leaves_no_damage_behind(tmp_path: Path) -
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "rew')
     with closing(MetricsWriter(path)) as writer:
+        writer.forget_after(1)
         writer.write({"step": 2})
     assert len(read_metrics(path, say=said.append)) == 2 and said == []
 

@@ -526,11 +526,15 @@ def _start_allocator(site: Site, environment: Mapping[str, str]) -> ManagedProce
     kind = KINDS.get(read_json(folder.engines)["kind"])  # None for a run on given examples
     if num_ranks == 1 or kind is None or not kind.has_servers:
         return None
-    socket = folder.socket(ALLOCATOR)
-    socket.unlink(missing_ok=True)  # a killed allocator leaves its socket
     return ManagedProcess(
         ALLOCATOR,
-        [sys.executable, "-m", "ycore.placement.service", str(socket), str(num_ranks)],
+        [
+            sys.executable,
+            "-m",
+            "ycore.placement.service",
+            str(folder.socket(ALLOCATOR)),
+            str(num_ranks),
+        ],
         environment=environment,
         run_id=folder.run_id,
         log=folder.log(ALLOCATOR),

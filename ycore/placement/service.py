@@ -344,7 +344,6 @@ async def serve_allocator(socket: Path, num_ranks: int) -> None:
     loop.set_exception_handler(
         fail
     )  # a decision that fails ends the process, and with it the run
-    socket.unlink(missing_ok=True)
     service = Service(num_ranks)
 
     server = await asyncio.start_unix_server(service.serve, str(socket))

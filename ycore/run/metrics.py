@@ -5,7 +5,6 @@ The names of the numbers are TRL's own, and ycore's begin with `ycore/`.
 
 import json
 import math
-import os
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,15 +56,14 @@ def is_evaluation(row: Row) -> bool:
 class MetricsWriter:
     """Appends rows to a file, each flushed: a reader, or a crash, finds all rows whole but at most the last one.
 
-    The rows that are there stay; a last row that a kill cut off is dropped. What is on the disk is settled by `sync`
-    of the file: before a checkpoint gets its name, and at the end.
+    A run that goes on calls `forget_after` first, which also drops a last row that a kill cut off. What is on the disk
+    is settled by `sync` of the file: before a checkpoint gets its name, and at the end.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = open_private(path)
         sync(path.parent)
-        _mend_last_line(path)
 
     def write(self, row: Row) -> None:
         """Append one row; NaN and infinity, which JSON cannot express, become null."""
@@ -157,20 +155,6 @@ def _row(line: bytes) -> JsonObject | None:
 
 def _line(row: Row) -> str:
     return json.dumps(json_safe(row), allow_nan=False) + "\n"
-
-
-def _mend_last_line(path: Path) -> None:
-    """Let the next row begin on a new line: a kill may have left half a row, or a row without its end."""
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole == len(data):
-        return
-    with path.open("r+b") as file:
-        if _row(data[whole:]) is None:
-            file.truncate(whole)
-        else:
-            file.seek(0, os.SEEK_END)
-            file.write(b"\n")
 
 
 _WINDOW_STEPS = 5  # one step's reward says little

@@ -88,7 +88,7 @@ def facts_here(location: str, *, name: str | None = None) -> ModelFacts | None:
     `name`: its name in messages, where that is not its location.
     """
     # The engine reads an unusual config.json.
-    with suppress(ModelError, ValueError, TypeError, OverflowError):
+    with suppress(ModelError):
         config = model_config(location, ask=False)
         return (
             None if config.keys() & _UNUSUAL_KEYS else facts_of(config, name=name or location)

@@ -71,13 +71,12 @@ class LiveEngine:
     health_timeout_s: float
     fork_server: ForkServer | None = None
     """Forks its first process."""
-    was_ready: bool = field(default=False, init=False)
-    is_lost: bool = field(default=False, init=False)
-    """Whether it is on another machine, and the run goes on without it."""
 
     def __post_init__(self) -> None:
         self.name = self.engine.name
         self.log = self.folder.log(self.name)
+        self.was_ready = False
+        self.is_lost = False  # on another machine, and the run goes on without it
         socket = self.engine.socket
         self.socket = own_socket(socket) if self.engine.host else socket
         self._start()

@@ -127,7 +127,7 @@ class LocalRun:
                     self.work(stops, machines)
                 summary = self.sum_up("finished")
                 return summary | {"stop_asked": True} if stops.count else summary
-            except (YcoreError, KeyboardInterrupt) as error:
+            except YcoreError as error:
                 self.end(error)
                 if isinstance(error, MachineLost) and stops.count:
                     raise Interrupted(str(error)) from None
@@ -191,7 +191,7 @@ class LocalRun:
 
     def end(self, error: BaseException) -> None:
         """Sum up a run that did not finish, as well as its folder still lets it; nothing here hides the `error`."""
-        was_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+        was_stopped = isinstance(error, Interrupted)
         status: Status = "interrupted" if was_stopped else "failed"
         summary = self.site.folder.summary
         try:

@@ -99,7 +99,6 @@ class Slots:
         self._began = time.perf_counter()
         self.gathers = False
         self.state: dict[str, Any] | None = None
-        assert self._pool.num_slots == num_slots
 
     async def open(self, *, timeout_s: float) -> None:
         """Reach the allocator; RunError where it is not there in time."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.config.schema import RunConfig
-from ycore.engine import Engine, WeightSource
+from ycore.engine import WeightSource
 from ycore.engine.weights import engine_weights, note_weights, write_adapters, write_weights
 from ycore.errors import ConfigError
 from ycore.evaluation.during_training import RolloutEvaluation
@@ -54,7 +54,12 @@ class RolloutRun(TrainingRun):
     def _make_controller(self) -> Controller:
         parts = self._parts
         peers = self._peers
-        engines = self._engines()
+        model = self.trainer.bare_model  # which writes itself where there are no servers
+        source = None
+        if parts.config.engine.sync == "ipc":
+            walk = partial(engine_weights, model, dtype=compute_dtype(self.config))
+            source = WeightSource(walk, self.trainer.accelerator.device)
+        engines = parts.engines(model, source=source)
         self._journal = Journal(
             parts.home.journal, rank=peers.rank, world=peers.world, seed=parts.config.seed
         )
@@ -91,15 +96,6 @@ class RolloutRun(TrainingRun):
         rounds.check(steps=config.steps, steps_per_round=trainer.steps_per_round)
         trainer.rounds = rounds
         return Checkpoints(self.home, trainer, RoundState(trainer, None))
-
-    def _engines(self) -> list[Engine]:
-        """The engines of the machine; or the model in training."""
-        model = self.trainer.bare_model
-        source = None
-        if self._parts.config.engine.sync == "ipc":
-            walk = partial(engine_weights, model, dtype=compute_dtype(self.config))
-            source = WeightSource(walk, self.trainer.accelerator.device)
-        return self._parts.engines(model, source=source)
 
     def _share_weights(self, version: int) -> Path:
         """Write the policy's weights for the engines: the first rank of a machine does, and the others wait."""

@@ -58,7 +58,6 @@ class SlotClock:
         self.num_in_flight = 0
         self.busy_s = dict.fromkeys(roles, 0.0)
         self.swap_s = 0.0
-        self.serves = roles
         self.swap_began: float | None = None
         self._since = since
 
@@ -147,6 +146,7 @@ class Allocator:
         self._measured_swap_s: float | None = None
         self.requests: dict[int, Request] = {}
         """The requests without an answer, by the number that no other has."""
+        self._num_unfinished = dict.fromkeys(pool.roles, 0)
         self._waiting = {role: Queue() for role in pool.roles}
         self.begin_round(0.0)
 
@@ -158,17 +158,12 @@ class Allocator:
         roles = self.pool.roles
         self._began = now
         self._num_swaps = 0
-        self._num_asked = dict.fromkeys(roles, 0)
         self._num_ended = dict.fromkeys(roles, 0)
         self._request_s = dict.fromkeys(roles, 0.0)
         self.awake = list(Counter(self.division).elements())
         """The role that is awake on each slot; during a swap, the role that is waking."""
         self._clocks = [SlotClock(roles, now) for _ in self.awake]
-        if self.mode != "shared":
-            for clock, role in zip(self._clocks, self.awake, strict=True):
-                clock.serves = (role,)
         for request in self.requests.values():
-            self._num_asked[request.role] += 1
             if request.slot is not None:
                 self._count(request.slot, request.role, 1, now)
 
@@ -179,12 +174,12 @@ class Allocator:
         """
         self.requests[request] = Request(role, rank)
         self._waiting[role].put(request, rank, length)
-        self._num_asked[role] += 1
+        self._num_unfinished[role] += 1
 
     def withdraw(self, request: int, now: float) -> None:
         """Remove a request that was given up, whether it waits or runs."""
         given_up = self.requests.pop(request)
-        self._num_asked[given_up.role] -= 1
+        self._num_unfinished[given_up.role] -= 1
         if given_up.slot is None:
             self._waiting[given_up.role].remove(request, given_up.rank)
         else:
@@ -195,6 +190,7 @@ class Allocator:
         answered = self.requests.pop(request)
         assert answered.slot is not None, "it was sent to a slot"
         self._count(answered.slot, answered.role, -1, now)
+        self._num_unfinished[answered.role] -= 1
         self._num_ended[answered.role] += 1
         self._request_s[answered.role] += now - answered.began
 
@@ -205,7 +201,6 @@ class Allocator:
         seconds = now - clock.swap_began
         clock.swap_s += seconds
         clock.swap_began = None
-        clock.serves = (self.awake[slot],)
         self._measured_swap_s = moving_average(self._measured_swap_s, seconds)
 
     def end_round(self, now: float) -> list[float]:
@@ -322,7 +317,7 @@ class Allocator:
         loads = [
             (clock.in_flight[role], clock.num_in_flight, slot)
             for slot, clock in enumerate(self._clocks)
-            if role in clock.serves
+            if self.mode == "shared" or (self.awake[slot] == role and clock.swap_began is None)
         ]
         number, _, slot = min(loads, default=(math.inf, 0, 0))
         return slot if number < self._depth(role) else None
@@ -335,8 +330,7 @@ class Allocator:
         capacity = self.pool.capacity_of(role)
         if self.mode == "shared":
             return capacity
-        unfinished = self._num_asked[role] - self._num_ended[role]
-        share = unfinished / max(1, self.awake.count(role))
+        share = self._num_unfinished[role] / max(1, self.awake.count(role))
         if self.mode == "moving" and role != ROLLOUT:
             num_requests = self._num_ended[role] + self._left(role)
             share = min(share, num_requests / self.pool.num_slots)
@@ -344,11 +338,11 @@ class Allocator:
 
     def _left(self, role: str) -> float:
         """Estimate the requests of the round without an answer, with those that running completions will bring."""
-        left = float(self._num_asked[role] - self._num_ended[role])
+        left = float(self._num_unfinished[role])
         rollouts = self._work.get(ROLLOUT)
         if role != ROLLOUT and rollouts is not None and rollouts.num_requests:
             per_rollout = self._work[role].num_requests / rollouts.num_requests
-            left += per_rollout * (self._num_asked[ROLLOUT] - self._num_ended[ROLLOUT])
+            left += per_rollout * self._num_unfinished[ROLLOUT]
         return left
 
     def _next_phase(self, now: float) -> list[Action]:
@@ -399,7 +393,6 @@ class Allocator:
         role = self.awake[slot]
         self.awake[slot] = target
         self._clocks[slot].swap_began = now
-        self._clocks[slot].serves = ()
         self._num_swaps += 1
         return Swap(slot, role, target)
 

@@ -30,7 +30,7 @@ def test_templates_without_a_name_or_a_template_are_a_damaged_model(
     templates: object, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match="save the model again"):
-        ChatTemplate.of(write(tmp_path, templates))
+        ChatTemplate(write(tmp_path, templates))
 
 
 @pytest.mark.parametrize("template", [SOURCE, [{"name": "default", "template": SOURCE}]])
@@ -39,7 +39,7 @@ def test_it_is_what_transformers_writes(
 ) -> None:
     from transformers import AutoTokenizer
 
-    ours = ChatTemplate.of(write(tmp_path, template))
+    ours = ChatTemplate(write(tmp_path, template))
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     tokenizer.bos_token, tokenizer.eos_token = "<s>", "</s>"
     for tools, thinks, opens in ((None, True, False), (TOOLS, False, True)):
@@ -53,6 +53,6 @@ def test_it_is_what_transformers_writes(
 
 
 def test_a_template_that_refuses_is_a_value_error(tmp_path: Path) -> None:
-    template = ChatTemplate.of(write(tmp_path, "{{ raise_exception('no system turns') }}"))
+    template = ChatTemplate(write(tmp_path, "{{ raise_exception('no system turns') }}"))
     with pytest.raises(ValueError, match="no system turns"):
         template.render(TURNS, add_generation_prompt=False)

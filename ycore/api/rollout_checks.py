@@ -170,7 +170,7 @@ def _check_environments(config: RunConfig, model: ModelPlan) -> bool:
             )
     if model.folder is None or not (model.folder / "tokenizer_config.json").is_file():
         return config.turns.actions == "calls"
-    if config.turns.actions == "calls" and _keeps_earlier_turns(ChatTemplate.of(model.folder)):
+    if config.turns.actions == "calls" and _keeps_earlier_turns(ChatTemplate(model.folder)):
         return True
     from ycore.rollout.dialogue import Dialogue  # with TRL, which takes seconds
     from ycore.round.assemble import load_tokenizer

@@ -141,7 +141,7 @@ class _RowWriter:
     def __init__(self, model: ModelPlan, arguments: Record) -> None:
         self.lost: set[str] = set()
         folder = model.ready_folder
-        self._template = ChatTemplate.of(folder) if folder is not None else None
+        self._template = ChatTemplate(folder) if folder is not None else None
         self._arguments = arguments
         self._name = model.name
 

@@ -261,16 +261,10 @@ _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 class ChatTemplate:
     """The chat template of a model's folder; ValueError where it refuses a chat.
 
-    Example: `ChatTemplate.of(folder).render(turns, add_generation_prompt=True)`.
+    Example: `ChatTemplate(folder).render(turns, add_generation_prompt=True)`.
     """
 
-    def __init__(self, source: str | None, tokens: Mapping[str, str]) -> None:
-        self.eos_token = tokens.get("eos_token", "")
-        self.tokens = tokens
-        self.source = source
-
-    @classmethod
-    def of(cls, folder: Path) -> "ChatTemplate":
+    def __init__(self, folder: Path) -> None:
         settings = read_settings(folder / "tokenizer_config.json")
         source = settings.get("chat_template")
         if (file := folder / "chat_template.jinja").is_file():
@@ -285,13 +279,14 @@ class ChatTemplate:
                     f"a template of {folder} has no name or no template; save the model again"
                 ) from None
             source = templates.get("default")
+        self.source: str | None = source
         named = {**read_settings(folder / "special_tokens_map.json"), **settings}
-        tokens = {
+        self.tokens = {
             name: token["content"] if isinstance(token, Mapping) else str(token)
             for name in _TOKENS
             if (token := named.get(name)) is not None
         }
-        return cls(source, tokens)
+        self.eos_token: str = self.tokens.get("eos_token", "")
 
     def render(
         self,
@@ -469,7 +464,7 @@ def _ready_plan(kind: Kind, name: str, folder: Path, trust_remote_code: bool) ->
         ready=True,
         note=f"found in {folder}",
         context_length=context_length(config),
-        has_chat_template=bool(ChatTemplate.of(folder).source),
+        has_chat_template=bool(ChatTemplate(folder).source),
         config=config,
         trust_remote_code=trust_remote_code,
     )
@@ -507,7 +502,7 @@ def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
         raise ModelError(
             f"{name} is an adapter of {named}, which cannot be found: {problem}"
         ) from None
-    template = bool(ChatTemplate.of(path).source) or base.has_chat_template
+    template = bool(ChatTemplate(path).source) or base.has_chat_template
     note = f"will be merged with its base {named} once, into {folder}"
     return replace(
         base,

@@ -19,7 +19,6 @@ from ycore.launch import layout
 from ycore.launch.device_memory import slots_of
 from ycore.launch.layout import (
     ONE_RANK,
-    Dtype,
     Gpu,
     Machine,
     Site,
@@ -307,7 +306,7 @@ def read_back(settings: dict[str, Any], folder: Path) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_accelerate_reads_it(
-    name: Sharding, dtype: Dtype, on_cpu: bool, tmp_path: Path
+    name: Sharding, dtype: str, on_cpu: bool, tmp_path: Path
 ) -> None:
     settings = accelerate_config(name, processes=4, num_machines=2, on_cpu=on_cpu, dtype=dtype)
     seen = read_back(settings, tmp_path)

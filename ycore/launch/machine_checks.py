@@ -5,7 +5,7 @@ still run out of memory.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from ycore.engine.commands import check_arguments
 from ycore.engine.kinds import INSTALL_VLLM, EngineKind, choose_kind
 from ycore.errors import ConfigError
 from ycore.launch import engines
-from ycore.launch.device_memory import FactsOf, Slot, facts_here, slot_width
+from ycore.launch.device_memory import Arrangement, FactsOf, facts_here
 from ycore.launch.layout import (
     Machine,
     Site,
@@ -31,7 +31,6 @@ from ycore.plan.memory import engine_weight_bytes
 from ycore.plan.sharing import DeviceSharing
 from ycore.run.metrics import read_metrics
 from ycore.scoring.scorers import check_run_placement, served_models
-from ycore.scoring.scoring import ServedModel
 
 
 def check_run(
@@ -84,7 +83,8 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
     if config.engine.hosts:
         _check_hosts(config, site)
     arrangements = engines.arrange_all(config, site, known)
-    _, models, slots, sharing = arrangements[0]
+    ours = arrangements[0]
+    sharing = ours.sharing
     sleeps = sharing is not None and sharing.sleeps
     if config.engine.hosts and sleeps:
         raise ConfigError(
@@ -100,7 +100,7 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
         raise ConfigError(
             "engine.count 0 leaves no engine; name machines that have some in engine.hosts"
         )
-    check_run_placement(config, models, num_slots=num_slots)
+    check_run_placement(config, ours.models, num_slots=num_slots)
     if config.sampling.max_staleness and sleeps:
         raise ConfigError(
             f"{_AHEAD}, and here engines and trainer take turns on a device; leave --max-staleness out, or give "
@@ -109,9 +109,9 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
     sync = config.engine.sync
     on_cpu = not site.machine.devices
     if sync in ("adapter", "ipc"):
-        _check_sync(config, site, models, slots, sleeps=sleeps)
+        _check_sync(config, ours, sleeps=sleeps)
     if on_cpu:
-        _check_host(config, site.machine, len(slots), models, known)
+        _check_host(config, ours, known)
     passes_files = sync in ("auto", "merged") or (sync == "ipc" and on_cpu)
     if config.algorithm != "eval" and passes_files:
         _check_shared_memory(config, site.machine, known)
@@ -260,21 +260,15 @@ def _weights(role: str, facts: ModelFacts, config: RunConfig) -> float:
     return whole * (1 - head / facts.num_params)
 
 
-def _check_host(
-    config: RunConfig,
-    machine: Machine,
-    num_slots: int,
-    models: Sequence[ServedModel],
-    known: FactsOf,
-) -> None:
+def _check_host(config: RunConfig, arrangement: Arrangement, known: FactsOf) -> None:
     """Check that the host has room for the weights: on a CPU the engines of all roles and slots stay up."""
+    machine = arrangement.site.machine
+    num_slots = len(arrangement.slots)
     weights: dict[str, float] = {}
-    for model in models:
+    for model, num_engines in zip(arrangement.models, arrangement.engines_by_slot, strict=True):
         if facts := known(model.name):
-            num_engines = slot_width(models) // model.width
-            weights[f"{model.role} {model.name}"] = num_engines * _weights(
-                model.role, facts, config
-            )
+            size = num_engines * _weights(model.role, facts, config)
+            weights[f"{model.role} {model.name}"] = size
     total = sum(weights.values())
     if machine.host_bytes is None or num_slots * total <= machine.host_bytes:
         return
@@ -290,18 +284,12 @@ def _check_host(
     )
 
 
-def _check_sync(
-    config: RunConfig,
-    site: Site,
-    models: Sequence[ServedModel],
-    slots: Sequence[Slot],
-    *,
-    sleeps: bool,
-) -> None:
+def _check_sync(config: RunConfig, arrangement: Arrangement, *, sleeps: bool) -> None:
     """Refuse a sync of adapters, or by CUDA IPC, that cannot work here."""
+    site = arrangement.site
     layout = site.layout
-    is_wide = models[0].width > 1
-    slot_devices = {device for slot in slots for device in slot.devices}
+    is_wide = arrangement.models[0].width > 1
+    slot_devices = {device for slot in arrangement.slots for device in slot.devices}
     has_other_devices = not slot_devices <= {*site.machine.devices[:1]}
     reasons = {
         "adapter": {

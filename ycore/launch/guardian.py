@@ -61,8 +61,8 @@ class RunWatch:
         self._known = set(filter(is_alive, self._known))
         return list(self._known)
 
-    def kill(self, *, grace_s: float = 3.0) -> None:
-        """End every process of the run, SIGTERM first and SIGKILL after `grace_s`."""
+    def kill(self, *, grace_s: float = 3.0) -> int:
+        """End every process of the run, SIGTERM first and SIGKILL after `grace_s`; return how many there were."""
         terminated = set[psutil.Process]()
         force_from = time.monotonic() + grace_s
         while self.look():
@@ -78,6 +78,7 @@ class RunWatch:
                 break
             # psutil.wait_procs would take the exit codes of this process's children.
             time.sleep(0.05)
+        return len(terminated)
 
     def _remember(self, process: psutil.Process) -> None:
         with suppress(psutil.Error):  # gone meanwhile

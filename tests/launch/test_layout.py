@@ -305,9 +305,7 @@ def read_back(settings: dict[str, Any], folder: Path) -> Any:
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_accelerate_reads_it(
-    name: Sharding, dtype: str, on_cpu: bool, tmp_path: Path
-) -> None:
+def test_accelerate_reads_it(name: Sharding, dtype: str, on_cpu: bool, tmp_path: Path) -> None:
     settings = accelerate_config(name, processes=4, num_machines=2, on_cpu=on_cpu, dtype=dtype)
     seen = read_back(settings, tmp_path)
     assert seen.distributed_type == KINDS[name]

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from ycore.errors import ModelError, nearest
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter
-from ycore.run.files import MAX_SETTINGS_BYTES, check_regular, parse_json, read_regular
+from ycore.run.files import check_regular, read_object
 from ycore.types import JsonObject, Record
 
 ANSWER_WITHIN_S = 3.0
@@ -193,16 +193,11 @@ def read_settings(path: Path) -> JsonObject:
     if not path.exists():
         return {}
     try:
-        content = parse_json(read_regular(path, max_bytes=MAX_SETTINGS_BYTES))
+        return read_object(path)
     except (ValueError, OSError) as problem:
         raise ModelError(
             f"{path} cannot be read as JSON ({problem}); download or save the model again"
         ) from None
-    if not isinstance(content, dict):
-        raise ModelError(
-            f"{path} must hold a JSON object, not {type(content).__name__}; save the model again"
-        )
-    return content
 
 
 def _check_weights(folder: Path) -> None:

@@ -95,13 +95,18 @@ def check_plain(value: Any, *, max_values: int = _MAX_VALUES) -> Any:
     raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
 
 
+def read_object(path: Path) -> JsonObject:
+    """Return the JSON object in a file of settings; ValueError says what is wrong."""
+    value = parse_json(read_regular(path, max_bytes=MAX_SETTINGS_BYTES))
+    if not isinstance(value, dict):
+        raise ValueError(f"it must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
 def read_json(path: Path) -> JsonObject:
     """Return the object in `path`; RunFolderError where the file is missing or holds none."""
     try:
-        value = parse_json(read_regular(path, max_bytes=MAX_SETTINGS_BYTES))
-        if isinstance(value, dict):
-            return value
-        raise ValueError(f"it holds a {type(value).__name__} and no object")
+        return read_object(path)
     except FileNotFoundError:
         raise RunFolderError(
             f"{path.parent} has no {path.name}, so it is no run's folder; name the folder that --output named"

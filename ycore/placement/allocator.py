@@ -110,9 +110,6 @@ class Queue:
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
     def put(self, request: int, rank: int, length: float = 0.0) -> None:
         """Add a request. `length`: the expected length of its answer."""
         insort(self._waiting.setdefault(rank, []), (-length, request))

@@ -322,7 +322,7 @@ def _fingerprints(files: Iterable[Path]) -> list[Fingerprint]:
 
 
 class OneRank:
-    """What checkpoints need of an `Accelerator`, where there is only one rank."""
+    """Stands for an `Accelerator` where there is only one rank."""
 
     process_index = 0
     num_processes = 1

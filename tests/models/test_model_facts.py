@@ -80,6 +80,15 @@ def test_a_cached_adapter_of_the_hub_is_read_by_its_base(
     assert sighted_family("me/lora") == "llava"
 
 
+def test_an_adapter_that_names_itself_has_no_config(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(tmp_path)})
+    )
+    with pytest.raises(ModelError, match=r"config\.json does not exist; give a folder"):
+        model_config(str(tmp_path))
+    assert sighted_family(str(tmp_path)) is None
+
+
 def test_a_text_model_inside_another_is_the_one_that_is_counted() -> None:
     config = known_config("Qwen3-0.6B")
     assert facts_of({"text_config": config, "vision_config": {}}, name="x") == facts_of(

@@ -12,7 +12,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from tests.tiny_model import write_tiny_model
-from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig
+from ycore.config.schema import (
+    ConstraintSettings,
+    EngineSettings,
+    RewardConfig,
+    RewardSettings,
+    RunConfig,
+)
 from ycore.evaluation.preflight import (
     PreflightMeasurements,
     add_groups,
@@ -139,6 +145,6 @@ def test_the_groups_that_teach_are_those_of_the_run() -> None:
     assert add_groups(empty, groups, coarse, ("a", "b")).equal == 1.0
     only_measured = replace(rules, reward_weights=(0.0, 1.0))
     assert add_groups(empty, groups, only_measured, ("a", "b")).equal == 1.0
-    constraints = Constraints([Constraint(0, "a", 0.99, 0.05)])
+    constraints = Constraints([Constraint(0, "a", 0.99, 0.05)], ConstraintSettings())
     gated = replace(only_measured, constraints=constraints)
     assert add_groups(empty, groups, gated, ("a", "b")).equal == 0.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ycore.config.resolve import resolve
-from ycore.config.schema import RunConfig
+from ycore.config.schema import ConstraintSettings, RunConfig
 from ycore.round.journal import reshard_states
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
@@ -28,7 +28,7 @@ def group(*scores: tuple[float | None, float | None, float | None]) -> Group:
 
 
 def test_a_gate_puts_what_breaks_one_below_all_others() -> None:
-    constraints = Constraints([FORMAT, SHORT])
+    constraints = Constraints([FORMAT, SHORT], ConstraintSettings())
     rewards = compared_rewards(
         group((2.0, 1, 0.5), (3.0, 0.9, 1), (1.0, 1, 1), (0.5, 1, 0.4)), WEIGHTS, constraints
     )
@@ -39,7 +39,7 @@ def test_a_gate_puts_what_breaks_one_below_all_others() -> None:
 
 
 def test_what_is_not_known_breaks_nothing_and_teaches_nothing() -> None:
-    constraints = Constraints([FORMAT, SHORT])
+    constraints = Constraints([FORMAT, SHORT], ConstraintSettings())
     rewards = compared_rewards(
         group((2.0, None, 1), (2.0, None, 0), (None, 1, 1), (2.0, 1, 1)), WEIGHTS, constraints
     )
@@ -62,13 +62,18 @@ def test_a_group_teaches_where_constraints_or_rewards_differ(
     scores: list[tuple[float, float | None, float]], teaches: bool
 ) -> None:
     assert (
-        can_teach(group(*scores), WEIGHTS, constraints=Constraints([FORMAT, SHORT])) is teaches
+        can_teach(
+            group(*scores),
+            WEIGHTS,
+            constraints=Constraints([FORMAT, SHORT], ConstraintSettings()),
+        )
+        is teaches
     )
 
 
 def test_a_weight_grows_above_the_limit_and_falls_below_it() -> None:
     """limit 0.1, rate 2: 3 of 4 broken adds 1.3; 0 of 4 takes 0.2, and never below 0."""
-    constraints = Constraints([FORMAT], by="lagrangian", rate=2.0)
+    constraints = Constraints([FORMAT], ConstraintSettings(by="lagrangian", rate=2.0))
     first = constraints.metrics([3, 4])
     assert first == {
         "ycore/violations/format": 0.75,
@@ -83,7 +88,7 @@ def test_a_weight_grows_above_the_limit_and_falls_below_it() -> None:
 
 
 def test_unknown_ones_are_not_counted() -> None:
-    constraints = Constraints([FORMAT, SHORT])
+    constraints = Constraints([FORMAT, SHORT], ConstraintSettings())
     constraints.count(group((1.0, 0, None), (1.0, 1, 1), (1.0, None, 0)))
     assert list(constraints.take()) == [1, 2, 1, 2] and list(constraints.take()) == [0, 0, 0, 0]
     assert constraints.metrics([0, 0, 1, 2]) == {"ycore/violations/short": 0.5}
@@ -98,7 +103,7 @@ def controller() -> Controller:
             group_size=2,
             seed=0,
             reward_weights=WEIGHTS,
-            constraints=Constraints([FORMAT], by="lagrangian"),
+            constraints=Constraints([FORMAT], ConstraintSettings(by="lagrangian")),
         ),
         peers=Peers(),
     )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.config.schema import RewardConfig
+from ycore.config.schema import ConstraintSettings, RewardConfig, RunConfig, SamplingSettings
 from ycore.scoring.group_rewards import (
     TOLERANCE,
     Constraint,
@@ -99,9 +99,19 @@ def test_rewards_of_turns_that_differ_teach_though_the_outcomes_are_equal() -> N
     )
 
 
+def scored_config(rewards: list[RewardConfig], std_threshold: float) -> RunConfig:
+    return RunConfig(
+        model="m",
+        dataset="d",
+        rewards=rewards,
+        sampling=SamplingSettings(std_threshold=std_threshold),
+        output="runs/one",
+    )
+
+
 def test_rewards_that_differ_by_a_thousandth_of_their_range_do_not_teach() -> None:
     """Dividing by a standard deviation that small would make full advantages of noise."""
-    stds = min_stds([RewardConfig(reward="r.py:f", range=(0, 1))], 1e-3)
+    stds = min_stds(scored_config([RewardConfig(reward="r.py:f", range=(0, 1))], 1e-3))
     assert stds == (1e-3,)
     assert not can_teach(group((0.9999,), (1.0,), (0.9998,)), [1.0], min_stds_R=stds)
     assert can_teach(group((0.99,), (1.0,), (0.98,)), [1.0], min_stds_R=stds)
@@ -115,11 +125,11 @@ def test_the_range_of_a_sum_is_weighted_and_one_that_is_not_declared_has_a_defau
         RewardConfig(reward="r.py:g", weight=2),
     ]
     weights = [spec.weight for spec in specs]
-    assert min_std_of_sum(min_stds(specs, 0.1), weights) == pytest.approx(0.2)
-    assert min_std_of_sum(min_stds(specs, 0.1, default_range=1.0), weights) == pytest.approx(
-        0.4
-    )
-    assert min_std_of_sum(min_stds(specs, 0.0, default_range=1.0), weights) == 0.0
+    tenth = scored_config(specs, 0.1)
+    assert min_std_of_sum(min_stds(tenth), weights) == pytest.approx(0.2)
+    assert min_std_of_sum(min_stds(tenth, default_range=1.0), weights) == pytest.approx(0.4)
+    none = scored_config(specs, 0.0)
+    assert min_std_of_sum(min_stds(none, default_range=1.0), weights) == 0.0
 
 
 def test_rewards_that_cancel_teach_where_each_is_normalized_by_itself() -> None:
@@ -164,6 +174,6 @@ def test_a_gate_compares_as_the_trainer_does(rows: list[tuple[float, bool]]) -> 
     spread = max(trained) - min(trained)
     if TOLERANCE / 100 < spread < TOLERANCE * 100:
         return  # near the tolerance the two scales may differ
-    gate = Constraints([Constraint(1, "format", 1.0, 0.1)])
+    gate = Constraints([Constraint(1, "format", 1.0, 0.1)], ConstraintSettings())
     scored = group(*((total, float(keeps)) for total, keeps in rows))
     assert rewards_differ(compared_rewards(scored, (1.0, 0.0), gate)) is (spread > TOLERANCE)

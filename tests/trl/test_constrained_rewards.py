@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
 from ycore.advantages import ESTIMATORS
+from ycore.config.schema import ConstraintSettings
 from ycore.scoring.group_rewards import Constraint, Constraints
 from ycore.trl.grpo import Trainer
 from ycore.trl.online_dpo import Trainer as OnlineDPOTrainer
@@ -68,7 +69,7 @@ def test_the_pairs_loss_with_the_likelihood_of_the_best() -> None:
 
 def test_all_constraints_must_hold_and_unknown_is_not_broken() -> None:
     rows = [[2.0, 1, 0.5], [3.0, 0.9, 1], [1.0, 1, 1], [2.0, None, 0.4], [2.0, None, 1.0]]
-    constraints = Constraints([*HELD, Constraint(2, "short", 0.5, 0.1)])
+    constraints = Constraints([*HELD, Constraint(2, "short", 0.5, 0.1)], ConstraintSettings())
     gated = constraints.compared([*(row[0] for row in rows), None], [*rows, [None, 1, 1]])
     assert gated == [
         pytest.approx(0.5),
@@ -121,7 +122,7 @@ def made(
         "per_device_train_batch_size": 6,
         "reward_weights": [1.0, 0.0],
     }
-    trainer_args = {"constraints": Constraints(HELD), **trainer_args}
+    trainer_args = {"constraints": Constraints(HELD, ConstraintSettings()), **trainer_args}
     settings = {"scale_rewards": "none", **sizes, **settings}
     return small_trainer(
         kind,
@@ -166,7 +167,7 @@ def test_the_trainer_gates_rewards_before_the_estimator(model: Path, tmp_path: P
 def test_a_broken_constraint_costs_its_weight(model: Path, tmp_path: Path) -> None:
     trainer_args = {
         "advantage": ESTIMATORS["dr-grpo"],
-        "constraints": Constraints(HELD, by="lagrangian"),
+        "constraints": Constraints(HELD, ConstraintSettings(by="lagrangian")),
     }
     totals = [2.0, 3.0 - 0.75, 1.0, 2.5, 0.5 - 0.75]
     mean = sum(totals) / 5

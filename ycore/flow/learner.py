@@ -74,7 +74,7 @@ class Learner:
         """Update the weights, and return the step's metrics. Without a group that teaches nothing changes."""
         config = self._config
         weights = config.reward_weights
-        stds_R = min_stds(config.rewards, config.sampling.std_threshold, default_range=1.0)
+        stds_R = min_stds(config, default_range=1.0)
         rewards = [compared_rewards(group, weights) for group in groups]
         num_teaching = sum(can_teach(group, weights, min_stds_R=stds_R) for group in groups)
         metrics = {

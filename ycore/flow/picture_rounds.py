@@ -307,7 +307,7 @@ def picture_controller(
         dynamic=config.sampling.dynamic,
         max_tries=config.sampling.max_tries,
         in_order=True,  # all pictures take as long, so that it costs nothing
-        min_stds_R=min_stds(config.rewards, config.sampling.std_threshold, default_range=1.0),
+        min_stds_R=min_stds(config, default_range=1.0),
     )
     column = config.condition_column
     draws = DrawSource(

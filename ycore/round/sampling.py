@@ -323,7 +323,7 @@ def rules_of(
         in_order=config.deterministic,
         oversample=1.0 if evaluates else config.sampling.oversample,
         reuse=0.0 if evaluates else config.sampling.reuse,
-        min_stds_R=min_stds(config.rewards, config.sampling.std_threshold),
+        min_stds_R=min_stds(config),
         normalizes_each=normalizes_each_reward(config),
         max_in_flight=max_in_flight,
     )

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from statistics import fmean, pstdev, stdev
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from ycore.config.schema import RewardConfig, RunConfig
+from ycore.config.schema import ConstraintSettings, RunConfig, ScoredConfig
 from ycore.rewards.loading import reward_names
 from ycore.types import Group, Score
 
@@ -56,25 +56,14 @@ class Constraints:
     A completion whose constraint could not be scored breaks nothing and teaches nothing: it has no reward. All ranks
     have the same weights, because they learn from the sums over all ranks.
 
-    Example: `Constraints([Constraint(1, "format", 1.0, 0.05)]).compared([0.5, 1.0], group.rewards_GR)`.
-
-    Args:
-        rate: how fast a weight grows, by round, for each completion in one that breaks the constraint beyond its limit.
-        start: the weights of the first round.
+    Example: `Constraints([Constraint(1, "format", 1.0, 0.05)], settings).compared([0.5, 1.0], group.rewards_GR)`.
     """
 
-    def __init__(
-        self,
-        constraints: Sequence[Constraint],
-        *,
-        by: Literal["gate", "lagrangian"] = "gate",
-        rate: float = 1.0,
-        start: float = 0.0,
-    ) -> None:
+    def __init__(self, constraints: Sequence[Constraint], settings: ConstraintSettings) -> None:
         self.held = tuple(constraints)
-        self.by = by
-        self.weights = [start] * len(self.held)
-        self._rate = rate
+        self.by = settings.by
+        self.weights = [settings.start] * len(self.held)
+        self._rate = settings.rate
         self._counts = [0] * (2 * len(self.held))
 
     @classmethod
@@ -83,8 +72,7 @@ class Constraints:
         constraints = constraints_of(config)
         if not constraints or config.algorithm == "eval":
             return None
-        settings = config.constraints
-        return cls(constraints, by=settings.by, rate=settings.rate, start=settings.start)
+        return cls(constraints, config.constraints)
 
     def state_dict(self) -> list[float]:
         return list(self.weights)
@@ -224,18 +212,13 @@ def normalized_sums(
     return [total if scored else None for total, scored in zip(sums_G, is_scored, strict=True)]
 
 
-def min_stds(
-    rewards: Sequence[RewardConfig], share: float, *, default_range: float = 0.0
-) -> tuple[float, ...]:
+def min_stds(config: ScoredConfig, *, default_range: float = 0.0) -> tuple[float, ...]:
     """Return the standard deviation below which each source's rewards do not teach: a share of the reward's range.
 
     `default_range`: of a reward that declares none.
     """
-    ranges = [
-        default_range if reward.range is None else reward.range[1] - reward.range[0]
-        for reward in rewards
-    ]
-    return tuple(share * reward_range for reward_range in ranges)
+    ranges = [reward.range or (0.0, default_range) for reward in config.rewards]
+    return tuple(config.sampling.std_threshold * (most - least) for least, most in ranges)
 
 
 def min_std_of_sum(min_stds_R: Sequence[float], weights_R: Sequence[float]) -> float:
@@ -248,7 +231,7 @@ def compared_rewards(
     group: Group, weights_R: Sequence[float], constraints: Constraints | None = None
 ) -> list[float | None]:
     """Return each completion's reward as it is compared with the others of its group."""
-    totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
+    totals = [weighted_sum(rewards_R, weights_R) for rewards_R in group.rewards_GR]
     return totals if constraints is None else constraints.compared(totals, group.rewards_GR)
 
 

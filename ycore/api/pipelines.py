@@ -21,14 +21,14 @@ from itertools import combinations, groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from ycore.api.evaluations import run_evaluations
 from ycore.api.run_settings import complete_config
 from ycore.api.running import checked_plan, run_training, training_plan
 from ycore.api.tables import Rows, plan_rows
 from ycore.config.algorithms import ALGORITHMS, find_algorithm
-from ycore.config.resolve import declared_error, parse_set, resolve, set_key
+from ycore.config.resolve import parse_set, resolve, set_key, validated
 from ycore.config.schema import AnyConfig, RunConfig, Strict, Whole
 from ycore.errors import (
     ConfigError,
@@ -123,10 +123,7 @@ def parse_pipeline(
     declared = deepcopy({**recipe, **given})
     for item in sets:
         _apply_set(declared, item)
-    try:
-        file = PipelineFile.model_validate(declared)
-    except ValidationError as problem:
-        raise declared_error(problem, declared, what="a pipeline", model=PipelineFile) from None
+    file = validated(PipelineFile, declared, what="a pipeline", error=ConfigError)
     folder = Path(file.output or f"runs/{name}")
     paths = {} if file.model is None else {"model": file.model}
     stand_ins = dict(

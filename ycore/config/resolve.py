@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -25,10 +25,12 @@ from ycore.config.presets import find_preset, preset_layer
 from ycore.config.schema import SHARDS_WEIGHTS, AnyConfig, BaseConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import alias_value, aliases, refusal
 from ycore.config.trl_fields import coerce, familiar_options, fields_of
-from ycore.errors import ConfigError, must_be, nearest
+from ycore.errors import ConfigError, UserError, must_be, nearest
 from ycore.run.files import RunFolder, check_plain
 from ycore.run.secrets import load_config
 from ycore.types import JsonObject, Record
+
+_Declared = TypeVar("_Declared", bound=BaseModel)
 
 
 def resolve(
@@ -477,15 +479,21 @@ def familiar_words(option: str, value: str, entry: AlgorithmEntry) -> str | None
     return words and words.replace("{}", shlex.quote(value))
 
 
-def declared_error(
-    problem: ValidationError, data: Record, *, what: str, model: type[BaseModel]
-) -> ConfigError:
-    """The first thing that is wrong with an object outside of a run's config, such as a judge.
+def validated(
+    model: type[_Declared], data: Record, *, what: str, error: type[UserError]
+) -> _Declared:
+    """Return an object outside of a run's config, such as a judge; `error` says the first thing that is wrong with it.
 
     Args:
         what: names the object at the start of the message.
-        model: the class that refused `data`.
     """
+    try:
+        return model.model_validate(data)
+    except ValidationError as problem:
+        raise error(f"{what}: {_first_problem(problem, data, model)}") from None
+
+
+def _first_problem(problem: ValidationError, data: Record, model: type[BaseModel]) -> str:
     details = problem.errors(include_url=False)
     detail = next(
         (detail for detail in details if detail["type"] == "extra_forbidden"), details[0]
@@ -498,17 +506,15 @@ def declared_error(
         hint = nearest(str(path[-1]), known) or (
             f"; known are {', '.join(model.model_fields)}" if known else ""
         )
-        return ConfigError(f"{what}: no key {name}{hint}")
+        return f"no key {name}{hint}"
     if kind == "value_error":
-        return ConfigError(f"{what}: {detail['msg'].removeprefix('Value error, ')}")
+        return detail["msg"].removeprefix("Value error, ")
     if kind == "missing":
-        return ConfigError(f"{what}: {_dotted(detail['loc'])} is missing")
+        return f"{_dotted(detail['loc'])} is missing"
     if kind.startswith("union_tag"):
         kinds = detail.get("ctx", {}).get("expected_tags")
-        return ConfigError(
-            f"{what}: {name} must say its kind" + (f": {kinds}" if kinds else "")
-        )
-    return ConfigError(f"{what}: {must_be(name, [detail])}")
+        return f"{name} must say its kind" + (f": {kinds}" if kinds else "")
+    return must_be(name, [detail])
 
 
 def _missing(places: Sequence[KeyPath], entry: AlgorithmEntry) -> ConfigError:

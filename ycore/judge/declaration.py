@@ -15,13 +15,12 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     PositiveFloat,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
 from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
-from ycore.config.resolve import declared_error
+from ycore.config.resolve import validated
 from ycore.config.schema import (
     AGREES,
     TEACHER,
@@ -345,7 +344,6 @@ def _fields_in(template: Template) -> set[str]:
 
 JUDGE_PREFIX = "judge:"
 REWARD_MODEL_PREFIX = "rm:"
-_Declared = TypeVar("_Declared", bound=Strict)
 _Scored = TypeVar("_Scored", bound=ScoredConfig)
 
 
@@ -437,7 +435,12 @@ def _declared(spec: RewardConfig) -> RewardConfig:
 def judge_of(spec: RewardConfig) -> Judge:
     """The declaration of a `judge:` or `agrees:` reward: its `args`, a file, or ycore's own judges; RewardError."""
     name = spec.reward.removeprefix(spec.kind)
-    return _validated(Judge, {**_load_yaml(name, spec.args), **spec.args}, what=f"judge {name}")
+    return validated(
+        Judge,
+        {**_load_yaml(name, spec.args), **spec.args},
+        what=f"judge {name}",
+        error=RewardError,
+    )
 
 
 def reward_model_of(spec: RewardConfig) -> RewardModel:
@@ -445,7 +448,12 @@ def reward_model_of(spec: RewardConfig) -> RewardModel:
     name = spec.reward.removeprefix(REWARD_MODEL_PREFIX)
     if not name:
         raise RewardError("rm: needs a model's name: --reward rm:MODEL, a hub id or a folder")
-    return _validated(RewardModel, {"model": name, **spec.args}, what=f"reward model {name}")
+    return validated(
+        RewardModel,
+        {"model": name, **spec.args},
+        what=f"reward model {name}",
+        error=RewardError,
+    )
 
 
 def teacher_of(spec: RewardConfig) -> Teacher:
@@ -457,7 +465,9 @@ def teacher_of(spec: RewardConfig) -> Teacher:
         )
     run = RunFolder(Path(name).expanduser())
     model = str(run.model) if run.config.is_file() else name
-    return _validated(Teacher, {"model": model, **spec.args}, what=f"teacher {name}")
+    return validated(
+        Teacher, {"model": model, **spec.args}, what=f"teacher {name}", error=RewardError
+    )
 
 
 def teachers_of(config: ScoredConfig) -> list[Teacher]:
@@ -501,13 +511,6 @@ def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:
         raise RewardError(
             f"judge {name}: {key} is {column!r}, which is no column of the dataset{near}"
         )
-
-
-def _validated(model: type[_Declared], data: Record, *, what: str) -> _Declared:
-    try:
-        return model.model_validate(data)
-    except ValidationError as problem:
-        raise RewardError(str(declared_error(problem, data, what=what, model=model))) from None
 
 
 def _load_yaml(name: str, args: Record) -> JsonObject:

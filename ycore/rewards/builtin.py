@@ -14,9 +14,9 @@ from math import exp
 from statistics import fmean
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, PositiveFloat, ValidationError
+from pydantic import BaseModel, PositiveFloat
 
-from ycore.config.resolve import declared_error
+from ycore.config.resolve import validated
 from ycore.config.schema import Positive, RewardConfig, Strict
 from ycore.data.cells import golds_of, last_boxed
 from ycore.errors import RewardError
@@ -422,13 +422,7 @@ class Reference(Strict):
 
 def settings_of(spec: RewardConfig, model: type[_Settings]) -> _Settings:
     """Return the settings in a reward's `args`; RewardError where one is unknown or of the wrong type."""
-    try:
-        return model.model_validate(spec.args)
-    except ValidationError as problem:
-        name = f"reward {spec.reward!r}"
-        raise RewardError(
-            str(declared_error(problem, spec.args, what=name, model=model))
-        ) from None
+    return validated(model, spec.args, what=f"reward {spec.reward!r}", error=RewardError)
 
 
 def before_the_answer(text: str, *, bridge: str) -> str:

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,9 @@ class MadeUpRewards(RewardPool):
         pass
 
     async def score(
-        self, prompts: Sequence[Any], *arguments: Any, **more: Any
-    ) -> list[list[Score]]:
-        return [[Score(float(index))] for index in range(len(prompts))]
+        self, source: int, offered: Mapping[str, Sequence[Any]], *, step: int
+    ) -> list[Score]:
+        return [Score(float(index)) for index in range(len(offered["prompts"]))]
 
 
 def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Path) -> None:
@@ -85,7 +85,7 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
         engines=[
             VllmEngine(path.name, path, sampling, request_timeout_s=600) for path in engines
         ],
-        scoring=Scoring([((0,), RuleScorer(MadeUpRewards()))]),
+        scoring=Scoring([RuleScorer(MadeUpRewards(), 0)]),
         draws=DrawSource(
             [Prompt(row, "") for row in range(64)],
             seed=0,

@@ -113,10 +113,10 @@ class LengthJudge:
     async def close(self) -> None:
         """They are the script's."""
 
-    async def score(self, writing: PendingGroup) -> list[list[Score]]:
+    async def score(self, writing: PendingGroup) -> list[Score]:
         return await together([self._judge(writing, index) for index in range(len(writing))])
 
-    async def _judge(self, writing: PendingGroup, index: int) -> list[Score]:
+    async def _judge(self, writing: PendingGroup, index: int) -> Score:
         completion = await writing.tasks_G[index]
         async with writing.turn(JUDGE) as slot:
             # What it reads is as long for every completion, so that a request has one size.
@@ -126,7 +126,7 @@ class LengthJudge:
             verdict = await self._engines[slot].complete(judge_prompt, self._job.judge_tokens)
             slot.num_tokens = len(verdict.token_ids)
         position = writing.draw.position
-        return [Score(float(index % 2) if teaches(position, self._job) else 0.0)]
+        return Score(float(index % 2) if teaches(position, self._job) else 0.0)
 
 
 class OneList(DrawSource):
@@ -199,7 +199,7 @@ class Contestant:
         self._draws = OneList(drawn, job)
         self._controller = Controller(
             engines=engines.rollouts,
-            scoring=Scoring([((0,), LengthJudge(engines.judges, job))]),
+            scoring=Scoring([LengthJudge(engines.judges, job)]),
             draws=self._draws,
             rules=rules,
             peers=self.peers,

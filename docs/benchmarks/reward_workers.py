@@ -29,15 +29,19 @@ async def measure(level: str, folder: Path) -> tuple[float, list[float]]:
         log=folder / "rewards.log",
         run_id="benchmark",
     )
+    offered = {
+        "prompts": ["?"] * 8,
+        "completions": ["x" * 2000] * 8,
+        "completion_ids": [[1] * 500] * 8,
+        "answer": ["1"] * 8,
+    }
     calls = []
     began = time.perf_counter()
     async with pool:
         started_s = time.perf_counter() - began
         for _ in range(NUM_CALLS):
             began = time.perf_counter()
-            await pool.score(
-                ["?"] * 8, ["x" * 2000] * 8, [[1] * 500] * 8, {"answer": ["1"] * 8}, step=1
-            )
+            await pool.score(0, offered, step=1)
             calls.append(time.perf_counter() - began)
     return started_s, calls
 

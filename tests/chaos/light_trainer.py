@@ -8,6 +8,7 @@ import asyncio
 import mmap
 import threading
 from pathlib import Path
+from typing import Any
 
 from ycore.config.resolve import read_config
 from ycore.config.schema import RunConfig
@@ -17,7 +18,6 @@ from ycore.run.interrupt import on_stop
 from ycore.run.metrics import MetricsWriter
 from ycore.run.reports import run_alone
 from ycore.scoring.scoring import RewardPool
-from ycore.types import Content
 
 MODULE = "tests.chaos.light_trainer"
 _FAILS_ABOVE = 1.0  # a learning rate with which a real run's weights become NaN
@@ -52,9 +52,14 @@ async def _score(folder: RunFolder, config: RunConfig, stop: threading.Event) ->
             if stop.is_set():
                 raise Interrupted(f"stopped after step {step - 1}")
             folder.step_began.touch()
-            completion: Content = [{"role": "assistant", "content": f"{step} + {step}"}]
-            (scores,) = await pool.score(["1 + 1 ="], [completion], [[1]], {}, step=step)
-            reward = scores[0].value or 0.0
+            completion = [{"role": "assistant", "content": f"{step} + {step}"}]
+            offered: dict[str, list[Any]] = {
+                "prompts": ["1 + 1 ="],
+                "completions": [completion],
+                "completion_ids": [[1]],
+            }
+            (score,) = await pool.score(0, offered, step=step)
+            reward = score.value or 0.0
             metrics.write({"step": step, "reward": reward, "ycore/time/step": 0.05})
             if (config.trl.get("learning_rate") or 0.0) > _FAILS_ABOVE:
                 raise RunError(f"after step {step} a weight is nan")

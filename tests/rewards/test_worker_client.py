@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.scoring.pools import rows_of
 from ycore.config.schema import RewardConfig, RewardSandbox, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
 from ycore.rewards.worker_client import check_reward
@@ -233,9 +234,7 @@ def scores_of(pool: RewardPool, *groups: list[str]) -> list[list[list[Score]]]:
     async def run() -> list[list[list[Score]]]:
         async with asyncio.timeout(400), pool:
             return [
-                await pool.score(
-                    ["?"] * len(group), list(group), [[1]] * len(group), {}, step=1
-                )
+                await rows_of(pool, ["?"] * len(group), list(group), [[1]] * len(group), {})
                 for group in groups
             ]
 
@@ -368,12 +367,12 @@ def test_a_reward_that_writes_answers_of_its_own_masks_its_items_and_the_next_ca
         async with asyncio.timeout(400), pool:
             for forgery in ("ids", "nan", "strings", "flood", "after"):
                 columns = {"how": [forgery, forgery]}
-                scores = await pool.score(["?"] * 2, ["a", "b"], [[1]] * 2, columns, step=1)
+                scores = await rows_of(pool, ["?"] * 2, ["a", "b"], [[1]] * 2, columns)
                 expected = 1.0 if forgery == "after" else None
                 assert [score.value for (score,) in scores] == [expected] * 2, forgery
                 if forgery == "after":
                     await asyncio.sleep(1.0)  # what comes unasked must not answer the next call
-                scores = await pool.score(["?"], ["a"], [[1]], {"how": ["no"]}, step=1)
+                scores = await rows_of(pool, ["?"], ["a"], [[1]], {"how": ["no"]})
                 assert [score.value for (score,) in scores] == [1.0], forgery
 
     asyncio.run(run())
@@ -440,7 +439,7 @@ def test_memory_disk_files_and_output_are_bounded(folder: Path, level: str) -> N
         pool = pool_of(RewardConfig(reward="hogs.py:hog"), level=level, memory_gib=0.5)
         async with asyncio.timeout(400), pool:
             for resource in ("memory", "shared", "disk", "files", "log"):
-                scores = await pool.score(["?"], ["a"], [[1]], {"how": [resource]}, step=1)
+                scores = await rows_of(pool, ["?"], ["a"], [[1]], {"how": [resource]})
                 assert (scores[0][0].value is None) == (resource != "log"), resource
 
     asyncio.run(run())
@@ -476,12 +475,13 @@ spec, log = RewardConfig(reward="numerical.py:mean"), Path("rewards.log")
 
 async def score():
     async with RewardPool([spec], settings=RewardSettings(workers=1), log=log, run_id="contained") as pool:
-        return await pool.score(["?"], ["a"], [[1]], {}, step=0)
+        offered = {"prompts": ["?"], "completions": ["a"], "completion_ids": [[1]]}
+        return await pool.score(0, offered, step=0)
 
 check_reward(spec, [])
 scores = asyncio.run(score())
 print(json.dumps({"level": choose_level().level, "line": choose_level().line,
-    "value": scores[0][0].value, "log": log.read_text()}))
+    "value": scores[0].value, "log": log.read_text()}))
 """
 
 NUMERICAL = """

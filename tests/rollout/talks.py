@@ -134,4 +134,4 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 def rules_alone(pool: RewardPool, *, num_sources: int = 1) -> Scoring:
     """The scoring of a run whose rewards are all reward functions."""
-    return Scoring([(tuple(range(num_sources)), RuleScorer(pool))])
+    return Scoring([RuleScorer(pool, source) for source in range(num_sources)])

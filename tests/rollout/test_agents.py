@@ -526,7 +526,7 @@ def trained_on(
 ) -> Any:
     controller = Controller(
         engines=[Engine(tokenizer, name)],
-        scoring=Scoring([((0,), Length())]),
+        scoring=Scoring([Length()]),
         draws=DrawSource([PROMPT], seed=None, encode=encode, max_prompt_tokens=2000),
         rules=Rules(group_size=4, seed=0, reward_weights=(1.0,)),
         peers=Peers(),

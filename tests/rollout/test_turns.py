@@ -603,7 +603,7 @@ def test_a_slot_is_free_while_tools_answer(monkeypatch: pytest.MonkeyPatch) -> N
     recorded: dict[str, float] = {}
     controller = Controller(
         engines=[engine],
-        scoring=Scoring([((0,), EnvironmentScorer())]),
+        scoring=Scoring([EnvironmentScorer()]),
         draws=DrawSource(
             [prompt],
             seed=None,

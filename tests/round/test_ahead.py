@@ -57,9 +57,9 @@ class Even:
     async def start(self, *, timeout_s: float) -> None:
         pass
 
-    async def score(self, writing: PendingGroup) -> list[list[Score]]:
+    async def score(self, writing: PendingGroup) -> list[Score]:
         written = await writing.all()
-        return [[Score(float(completion.token_ids[0] % 2 == 0))] for completion in written]
+        return [Score(float(completion.token_ids[0] % 2 == 0)) for completion in written]
 
     async def close(self) -> None:
         pass
@@ -83,7 +83,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     ) -> Controller:
         parts = {
             "engines": [engine or Engine()],
-            "scoring": Scoring([((0,), Even())]),
+            "scoring": Scoring([Even()]),
             "draws": DrawSource(
                 [Prompt(row, f"prompt {row}") for row in range(50)],
                 seed=3,

@@ -90,8 +90,8 @@ class Numbered:
     async def start(self, *, timeout_s: float) -> None:
         pass
 
-    async def score(self, writing: PendingGroup) -> list[list[Score]]:
-        return [[Score(float(number))] for number, _ in enumerate(await writing.all())]
+    async def score(self, writing: PendingGroup) -> list[Score]:
+        return [Score(float(number)) for number, _ in enumerate(await writing.all())]
 
     async def close(self) -> None:
         pass
@@ -115,7 +115,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         rules = Rules(group_size=2, seed=1, reward_weights=(1.0,), oversample=oversample)
         parts: dict[str, Any] = {
             "engines": [TickingEngine()],
-            "scoring": Scoring([((0,), Numbered())]),
+            "scoring": Scoring([Numbered()]),
             "draws": DrawSource(
                 [Prompt(row, f"prompt {row}") for row in range(60)],
                 seed=3,

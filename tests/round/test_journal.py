@@ -56,13 +56,16 @@ class Echo(Engine):
 
 
 class Constant:
-    """A Scorer that always gives the scores of `group`."""
+    """A Scorer that always gives the scores of `group` by this source."""
+
+    def __init__(self, source: int) -> None:
+        self.source = source
 
     async def start(self, *, timeout_s: float) -> None:
         pass
 
-    async def score(self, writing: PendingGroup) -> list[list[Score]]:
-        return [list(group(0).scores_GR[0]) for _ in range(len(writing))]
+    async def score(self, writing: PendingGroup) -> list[Score]:
+        return [group(0).scores_GR[0][self.source]] * len(writing)
 
     async def close(self) -> None:
         pass
@@ -86,7 +89,7 @@ def make() -> Iterator[Make]:
     ) -> Controller:
         new_controller = Controller(
             engines=[Echo()],
-            scoring=Scoring([((0, 1), Constant())]),
+            scoring=Scoring([Constant(0), Constant(1)]),
             draws=DrawSource(
                 [group(row).draw.prompt for row in range(rows)],
                 seed=None,

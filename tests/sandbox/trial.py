@@ -169,7 +169,12 @@ class Trial:
         async with RewardPool(specs, log=log, run_id="trial", **keywords) as scorer:
 
             async def value_of(probe: Probe) -> tuple[float, str]:
-                ((score,),) = await scorer.score([""], [self.text(probe)], [[1]], {}, step=0)
+                offered = {
+                    "prompts": [""],
+                    "completions": [self.text(probe)],
+                    "completion_ids": [[1]],
+                }
+                (score,) = await scorer.score(0, offered, step=0)
                 return (-1003.0 if score.value is None else score.value), score.problem or ""
 
             value, problem = await value_of(Probe("honest", "", HONEST.strip()))

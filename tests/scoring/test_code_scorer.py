@@ -58,14 +58,14 @@ class Room:
         async def written(text: str) -> Completion:
             return Completion((1,), None, text, "stop", 0)
 
-        async def work() -> list[list[Score]]:
+        async def work() -> list[Score]:
             tasks = [asyncio.create_task(written(text)) for text in texts]
             return await scorer.score(
                 PendingGroup(Draw(0, Prompt(0, content, columns), (1,)), tasks, 0, Slots(1))
             )
 
         self.meter.take()
-        return [score for (score,) in self(work())]
+        return self(work())
 
     def values(self, *texts: str, **more: Any) -> list[float | None]:
         return [score.value for score in self.scores(list(texts), **more)]

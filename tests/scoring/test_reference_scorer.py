@@ -36,7 +36,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def scored(
     parts: tuple[Any, Any], *, answer: str = "#### 42", longest: int = 64, **settings: Any
-) -> list[list[Score]]:
+) -> list[Score]:
     model, tokenizer = parts
     engine = TransformersEngine(model, tokenizer, SamplingParams(max_tokens=4))
     scorer = ReferenceScorer(Reference(**settings), Policy([engine], tokenizer, longest))
@@ -44,7 +44,7 @@ def scored(
     async def written(text: str) -> Completion:
         return Completion((1,), None, text, "stop", 0)
 
-    async def work() -> list[list[Score]]:
+    async def work() -> list[Score]:
         tasks = [asyncio.create_task(written(text)) for text in TEXTS]
         draw = Draw(0, Prompt(0, "q", {"answer": answer}), (9, 8))
         return await scorer.score(PendingGroup(draw, tasks, 0, Slots(1)))
@@ -69,21 +69,21 @@ def test_the_answer_stands_where_the_completion_had_its_own(parts: tuple[Any, An
         probability(parts, "<think>a</think> <answer>"),
         probability(parts, "it is 8\nAnswer: "),
     ]
-    assert [row[0].value for row in scores] == pytest.approx(wanted, rel=1e-4)
+    assert [score.value for score in scores] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_what_the_policy_knew_without_reasoning_is_taken_off(parts: tuple[Any, Any]) -> None:
     bare = probability(parts, "")
     wanted = [
-        max(0.0, row[0].value - bare)
-        for row in scored(parts, debias=False)
-        if row[0].value is not None
+        max(0.0, score.value - bare)
+        for score in scored(parts, debias=False)
+        if score.value is not None
     ]
-    assert [row[0].value for row in scored(parts)] == pytest.approx(wanted, rel=1e-3, abs=1e-6)
+    assert [score.value for score in scored(parts)] == pytest.approx(wanted, rel=1e-3, abs=1e-6)
 
 
 def test_a_row_without_an_answer_is_not_scored(parts: tuple[Any, Any]) -> None:
-    assert scored(parts, answer="") == [[Score(None)], [Score(None)]]
+    assert scored(parts, answer="") == [Score(None), Score(None)]
 
 
 def test_what_does_not_fit_is_masked_with_its_reason(parts: tuple[Any, Any]) -> None:

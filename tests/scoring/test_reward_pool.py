@@ -11,6 +11,7 @@ import psutil
 import pytest
 from PIL import Image as Pillow
 
+from tests.scoring.pools import rows_of
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import RewardError
 from ycore.placement.slots import Slots
@@ -18,7 +19,7 @@ from ycore.rewards.worker_client import check_reward
 from ycore.round.meters import collect
 from ycore.run.files import ImageStore, RunFolder, png_of
 from ycore.sandbox import Level
-from ycore.scoring.scoring import PendingGroup, RewardPool, RuleScorer
+from ycore.scoring.scoring import PendingGroup, RewardPool, RuleScorer, Scoring
 from ycore.types import IMAGE_MARK, Completion, Content, Draw, Prompt, Score
 
 REWARDS = """
@@ -101,7 +102,7 @@ def pool_of(
 async def score(pool: RewardPool, completions: list[Any], **columns: Any) -> list[list[Score]]:
     prompts: list[Content] = ["?"] * len(completions)
     ids = [[1, 2]] * len(completions)
-    return await pool.score(prompts, completions, ids, columns, step=1)
+    return await rows_of(pool, prompts, completions, ids, columns)
 
 
 def scored(pool: RewardPool, completions: list[Any], **columns: Any) -> Any:
@@ -154,9 +155,13 @@ def test_a_reward_of_another_dataset_is_not_called(folder: Path) -> None:
 
     async def run() -> list[list[Score]]:
         async with pool_of("sums", "good") as pool:
-            return await pool.score(
-                ["?"], ["a"], [[1]], {"answer": [None]}, step=1, uncalled=[0]
+            rules = [RuleScorer(pool, 0), RuleScorer(pool, 1)]
+            scoring = Scoring(rules, unscored={"": {0}})
+            written = asyncio.create_task(
+                asyncio.sleep(0, Completion((1,), None, "a", "stop", 0))
             )
+            draw = Draw(0, Prompt(0, "?", {"answer": None}), (1,))
+            return await scoring.score(PendingGroup(draw, [written], 1, Slots(1)))
 
     assert bounded(run()) == [[Score(None), Score(1.0)]]
 
@@ -165,8 +170,8 @@ def test_chat_turns_arrive_as_they_are(folder: Path) -> None:
     async def run() -> list[list[Score]]:
         async with pool_of("in_a_chat") as pool:
             prompts: list[Content] = [[{"role": "user", "content": "4"}]]
-            return await pool.score(
-                prompts, [[{"role": "assistant", "content": "2"}]], [[1]], {}, step=1
+            return await rows_of(
+                pool, prompts, [[{"role": "assistant", "content": "2"}]], [[1]], {}
             )
 
     assert bounded(run()) == [[Score(42.0)]]
@@ -189,17 +194,17 @@ def test_a_reward_gets_pictures_and_sees_nothing_else_of_the_run(folder: Path) -
         0, [{"role": "user", "content": f"{IMAGE_MARK}Which colour?"}], {}, (image,)
     )
 
-    async def run_it() -> list[list[Score]]:
+    async def run_it() -> list[Score]:
         written = [
             asyncio.create_task(asyncio.sleep(0, Completion((1,), None, "red", "stop", 0)))
             for _ in range(2)
         ]
         async with pool:
-            return await RuleScorer(pool, store).score(
+            return await RuleScorer(pool, 0, store).score(
                 PendingGroup(Draw(0, prompt, (1,)), written, 1, Slots(1))
             )
 
-    assert bounded(run_it()) == [[Score(200.0)], [Score(200.0)]]
+    assert bounded(run_it()) == [Score(200.0), Score(200.0)]
 
 
 @pytest.mark.parametrize(
@@ -367,7 +372,8 @@ def test_workers_die_with_a_parent_that_is_killed(folder: Path) -> None:
         "                      log=pathlib.Path('log'), run_id='x')\n"
         "    await pool.start()\n"
         "    print('started', flush=True)\n"
-        "    await pool.score(['?'], ['read'], [[1]], {}, step=0)\n"
+        "    offered = {'prompts': ['?'], 'completions': ['read'], 'completion_ids': [[1]]}\n"
+        "    await pool.score(0, offered, step=0)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )

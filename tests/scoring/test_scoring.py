@@ -116,7 +116,7 @@ async def scores_of(
     slots: int = 1,
     columns: dict[str, Any] | None = None,
     when: Callable[[str], float] = lambda text: 0.0,
-) -> list[list[Score]]:
+) -> list[Score]:
     async def write(text: str) -> Completion:
         await asyncio.sleep(when(text))
         return completion(text)
@@ -126,8 +126,8 @@ async def scores_of(
     return await scorer.score(PendingGroup(draw, tasks, 0, Slots(slots)))
 
 
-def values(rows: Sequence[Sequence[Score]]) -> list[float | None]:
-    return [score.value for (score,) in rows]
+def values(scores: Sequence[Score]) -> list[float | None]:
+    return [score.value for score in scores]
 
 
 def by_length(text: str) -> str:
@@ -147,11 +147,11 @@ def test_pointwise_scores_are_scaled_to_rewards() -> None:
 
 def test_a_score_keeps_what_its_judge_wrote() -> None:
     engine = ScriptedJudge("judge-0", lambda text: "Short and right. <score>8</score>")
-    ((score,),) = run(scores_of(make_scorer(make_judge(), [engine]), ["four"]))
+    (score,) = run(scores_of(make_scorer(make_judge(), [engine]), ["four"]))
     assert score.value == 0.8 and (score.verdict or "").startswith("Short and right.")
     pairs = make_judge(mode="pairwise", against="reference", reference_column="answer")
     rows = run(scores_of(make_scorer(pairs, [engine]), ["four"], columns={"answer": "4"}))
-    assert (rows[0][0].verdict or "").count("Short and right.") == 2
+    assert (rows[0].verdict or "").count("Short and right.") == 2
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_judge_sees_the_pictures_of_the_prompt(tmp_path: Path) -> None:
     )
     prompt = Prompt(0, [{"role": "user", "content": f"Is {IMAGE_MARK} red?"}], {}, (image,))
 
-    async def work() -> list[list[Score]]:
+    async def work() -> list[Score]:
         tasks = [asyncio.create_task(asyncio.sleep(0, completion("abcde")))]
         return await scorer.score(PendingGroup(Draw(0, prompt, (1,)), tasks, 0, Slots(1)))
 
@@ -214,7 +214,7 @@ def test_a_judge_is_asked_as_each_completion_ends() -> None:
     judged = asyncio.Event()
     engine = ScriptedJudge("judge-0", lambda text: (judged.set(), "<score>1</score>")[1])
 
-    async def work() -> list[list[Score]]:
+    async def work() -> list[Score]:
         async def last() -> Completion:
             await judged.wait()
             return completion("last")
@@ -247,7 +247,7 @@ def test_where_slots_are_shared_a_judge_is_asked_once_the_whole_group_is_written
         seen.append(tuple(written))
         return "<score>1</score>"
 
-    async def work(mode: str) -> list[list[Score]]:
+    async def work(mode: str) -> list[Score]:
         allocator.restore(
             {**allocator.state(), "mode": mode, "division": {"rollout": 1, "judge": 1}}
         )
@@ -292,7 +292,7 @@ def test_a_round_judges_while_it_still_writes() -> None:
         async def close(self) -> None:
             pass
 
-    scoring = Scoring([((0,), make_scorer(make_judge(), [engine]))])
+    scoring = Scoring([make_scorer(make_judge(), [engine])])
     rules = Rules(group_size=2, seed=0, reward_weights=(1.0,))
     draw = Draw(0, Prompt(0, "What?"), (1,))
     draws = DrawSource(
@@ -345,7 +345,7 @@ def test_a_refused_question_is_masked_and_a_dead_engine_ends_the_round() -> None
             raise EngineError("judge-0: gone")
 
     rows = run(scores_of(make_scorer(make_judge(), [Refusing("judge-0", str)]), ["a"]))
-    assert rows == [[Score(None, problem="judge test: too long")]]
+    assert rows == [Score(None, problem="judge test: too long")]
     with pytest.raises(EngineError, match="judge-0: gone"):
         run(scores_of(make_scorer(make_judge(), [Dead("judge-0", str)]), ["a", "b"]))
 
@@ -413,7 +413,7 @@ def test_a_reference_is_the_other_of_each_pair() -> None:
     rows = run(scores_of(make_scorer(judge, [engine]), ["aaa", "a"], columns={"answer": "aa"}))
     assert values(rows) == [1.0, 0.0]
     rows = run(scores_of(make_scorer(judge, [engine]), ["aaa"], columns={"answer": None}))
-    assert rows == [[Score(None, problem="judge test: the row has no reference")]]
+    assert rows == [Score(None, problem="judge test: the row has no reference")]
 
 
 def test_a_group_is_ranked_in_several_orders() -> None:
@@ -436,19 +436,19 @@ def test_a_group_is_ranked_in_several_orders() -> None:
 
 def test_sources_keep_the_order_of_the_config() -> None:
     class Fixed:
-        def __init__(self, *sources: float) -> None:
-            self._sources = sources
+        def __init__(self, value: float) -> None:
+            self._value = value
 
         async def start(self, *, timeout_s: float) -> None:
             pass
 
-        async def score(self, writing: PendingGroup) -> list[list[Score]]:
-            return [[Score(value) for value in self._sources] for _ in range(len(writing))]
+        async def score(self, writing: PendingGroup) -> list[Score]:
+            return [Score(self._value)] * len(writing)
 
         async def close(self) -> None:
             pass
 
-    scoring = Scoring([((0, 3), Fixed(0, 3)), ((2,), Fixed(2)), ((1,), Fixed(1))])
+    scoring = Scoring([Fixed(0), Fixed(1), Fixed(2), Fixed(3)])
     assert [[score.value for score in row] for row in run(scores_of(scoring, ["a", "b"]))] == [
         [0, 1, 2, 3]
     ] * 2
@@ -523,7 +523,7 @@ def test_a_teacher_at_an_address_needs_no_slot_and_no_probabilities_of_the_polic
         )
         scoring = build_scoring(config, RunFolder(tmp_path), [], policy=NO_POLICY)
 
-        async def work(*token_ids: int) -> list[list[Score]]:
+        async def work(*token_ids: int) -> list[Score]:
             tasks = [
                 asyncio.create_task(
                     asyncio.sleep(0, Completion(token_ids, None, "", "stop", 0))
@@ -535,10 +535,10 @@ def test_a_teacher_at_an_address_needs_no_slot_and_no_probabilities_of_the_polic
 
         logprobs = (logprob_of(5), logprob_of(6))
         assert asyncio.run(work(5, 6)) == [
-            [Score(pytest.approx(sum(logprobs) / 2), logprobs=logprobs)]
+            Score(pytest.approx(sum(logprobs) / 2), logprobs=logprobs)
         ]
         assert asyncio.run(work(5, 6, 7)) == [
-            [Score(None, problem="teacher big: longer than its context")]
+            Score(None, problem="teacher big: longer than its context")
         ]
 
 
@@ -551,14 +551,14 @@ def test_a_teacher_in_the_trainer_only_says_which_rows_it_has(tmp_path: Path) ->
     scoring = build_scoring(config, RunFolder(tmp_path), [], policy=NO_POLICY)
     assert scoring.meters == []
 
-    async def work(columns: dict[str, Any]) -> list[list[Score]]:
+    async def work(columns: dict[str, Any]) -> list[Score]:
         tasks = [asyncio.create_task(asyncio.sleep(0, Completion((5,), None, "", "stop", 0)))]
         return await scoring.score(
             PendingGroup(Draw(0, Prompt(0, "q", columns), (9,)), tasks, 0, Slots(1))
         )
 
-    assert asyncio.run(work({"subject": "sums"})) == [[Score(0.0)]]
-    assert asyncio.run(work({"subject": "verse"})) == [[Score(None)]]
+    assert asyncio.run(work({"subject": "sums"})) == [Score(0.0)]
+    assert asyncio.run(work({"subject": "verse"})) == [Score(None)]
 
 
 def test_the_policy_is_asked_what_the_served_judge_is_asked() -> None:
@@ -637,12 +637,12 @@ def test_a_teacher_scores_the_tokens_of_its_own_rows() -> None:
             meter=meter,
         )
 
-        async def work() -> list[list[Score]]:
+        async def work() -> list[Score]:
             tasks = [asyncio.create_task(asyncio.sleep(0, written)) for written in completions]
             draw = Draw(0, Prompt(0, "q", columns), (9, 8, 7))
             return await scorer.score(PendingGroup(draw, tasks, 0, Slots(1)))
 
-        return [row[0] for row in asyncio.run(work())]
+        return asyncio.run(work())
 
     first, second, third, fourth = scored({"subject": "sums"})
     sequences = [([9, 8, 7], [5]), ([3, 4], [6])]

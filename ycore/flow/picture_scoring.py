@@ -44,13 +44,13 @@ def picture_scoring(
     judge_meter = JudgeMeter()
     images = ImageStore(folder.images)
     rules = [source for source, spec in enumerate(specs) if spec.kind != JUDGE_PREFIX]
-    scorers: list[tuple[Sequence[int], Scorer]] = []
+    scorers: list[Scorer] = []
     pools = []
     if rules:
         pools = [reward_pool(config, folder, [specs[source] for source in rules])]
-        scorers.append((rules, PictureScorer(pools[0], images)))
     for source, name in enumerate(reward_names(specs)):
         if source in rules:
+            scorers.append(PictureScorer(pools[0], rules.index(source), images))
             continue
         judge = judge_of(specs[source])
         timeout_s = EngineSettings().request_timeout_s
@@ -63,6 +63,6 @@ def picture_scoring(
             text_of=lambda completion: "[picture 1]",
             images=images,
         )
-        scorers.append(((source,), scorer))
+        scorers.append(scorer)
     judge_meters = [judge_meter] if len(rules) < len(specs) else []
     return Scoring(scorers, [*judge_meters, *pools])

@@ -204,11 +204,11 @@ class JudgeScorer(Scorer):
     def judge(self) -> Judge:
         return self.questioner.judge
 
-    async def score(self, group: PendingGroup) -> list[list[Score]]:
+    async def score(self, group: PendingGroup) -> list[Score]:
         if self.judge.mode == "groupwise":
-            return [[score] for score in await self._rank(group)]
+            return await self._rank(group)
         if self.judge.mode == "pairwise" and self.judge.against != "reference":
-            return [[score] for score in await self._compare_siblings(group)]
+            return await self._compare_siblings(group)
         return await super().score(group)
 
     async def score_one(self, group: PendingGroup, index: int) -> Score:

@@ -449,16 +449,15 @@ class ReferenceScorer(Scorer):
     def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
         return cls(settings_of(spec, Reference), context.policy)
 
-    async def score(self, group: PendingGroup) -> list[list[Score]]:
+    async def score(self, group: PendingGroup) -> list[Score]:
         golds = golds_of(group.draw.prompt.columns.get("answer"))
         answer_ids = self._tokenize(golds[0]) if golds else []
         if not answer_ids:  # the reward does not apply to this row
-            return [[Score(None)] for _ in range(len(group))]
+            return [Score(None)] * len(group)
         bare = await self._logprobs(group, "", answer_ids) if self.reference.debias else None
-        scores = await together(
+        return await together(
             [self._score(group, index, answer_ids, bare) for index in range(len(group))]
         )
-        return [[score] for score in scores]
 
     async def _score(
         self,

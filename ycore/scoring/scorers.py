@@ -13,9 +13,9 @@ from ycore.placement.placement import JUDGE, ROLLOUT, check_placement, in_order,
 from ycore.rewards.builtin import CODE, ENVIRONMENT, REFERENCE
 from ycore.rewards.loading import reward_names
 from ycore.run.files import ImageStore, RunFolder
-from ycore.run.metrics import Meter
 from ycore.scoring.scoring import (
     Policy,
+    RewardPool,
     RuleScorer,
     Scorer,
     ScorerContext,
@@ -166,18 +166,15 @@ def build_scoring(
     `started` are the engines of judges, reward models and teachers.
     """
     context = ScorerContext(config, folder, policy, started, reward_names(config.rewards))
-    scorers: list[tuple[Sequence[int], Scorer]] = []
-    meters: list[Meter] = []
+    scorers: list[Scorer] = []
+    pools: list[RewardPool] = []
     rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec)]
     if rules:
-        pool = reward_pool(config, folder, [config.rewards[source] for source in rules])
-        uncalled = {
-            name: [rules.index(source) for source in unscored.intersection(rules)]
-            for name, unscored in config.unscored.items()
-        }
-        scorers.append((rules, RuleScorer(pool, ImageStore(folder.images), uncalled)))
-        meters.append(pool)
+        pools = [reward_pool(config, folder, [config.rewards[source] for source in rules])]
     for source, spec in enumerate(config.rewards):
-        if source not in rules:
-            scorers.append(((source,), scorer_class(spec).build(spec, source, context)))
-    return Scoring(scorers, [*meters, *context.meters.values()], config.unscored)
+        if source in rules:
+            images = ImageStore(folder.images)
+            scorers.append(RuleScorer(pools[0], rules.index(source), images))
+        else:
+            scorers.append(scorer_class(spec).build(spec, source, context))
+    return Scoring(scorers, [*pools, *context.meters.values()], config.unscored)

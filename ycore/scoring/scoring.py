@@ -7,7 +7,7 @@ ends, so that scoring overlaps with generation; a scorer that compares completio
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -40,7 +40,7 @@ from ycore.run.metrics import CountMeter, Meter
 from ycore.run.tasks import together
 from ycore.sandbox.confined_worker import CallFailed
 from ycore.sandbox.level import LEVEL_NUMBERS, choose_level
-from ycore.types import THINKING, Completion, Content, Draw, Prompt, Score
+from ycore.types import THINKING, Completion, Draw, Prompt, Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -163,7 +163,7 @@ class ScorerContext:
 
 
 class Scorer:
-    """A reward source in a run, or several of one kind.
+    """A reward source in a run.
 
     The class methods answer before the run what its rewards need. `scorers.SCORERS` lists the classes. `engines` are those
     that the scorer waits for and closes.
@@ -202,13 +202,12 @@ class Scorer:
     async def start(self, *, timeout_s: float) -> None:
         await together([engine.wait_ready(timeout_s=timeout_s) for engine in self.engines])
 
-    async def score(self, group: PendingGroup) -> list[list[Score]]:
-        """Return scores by completion and by the scorer's sources. A completion that cannot be scored is masked.
+    async def score(self, group: PendingGroup) -> list[Score]:
+        """Return the score of each completion. One that cannot be scored is masked.
 
-        Here: one source, whose completions are scored one by one as each is written.
+        Here: they are scored one by one as each is written.
         """
-        scores = await together([self.score_one(group, index) for index in range(len(group))])
-        return [[score] for score in scores]
+        return await together([self.score_one(group, index) for index in range(len(group))])
 
     async def score_one(self, group: PendingGroup, index: int) -> Score:
         """Return the score of one completion, for scorers that do not compare completions."""
@@ -224,39 +223,33 @@ class Scorer:
 
 
 class Scoring:
-    """All scorers of a run, each with the indices of the reward sources that it serves.
-
-    Example: `Scoring([((0, 2), RuleScorer(pool)), ((1,), judge)])`: of three sources, the second is a judge.
-    """
+    """All scorers of a run, in the order of its reward sources."""
 
     def __init__(
         self,
-        scorers: Sequence[tuple[Sequence[int], Scorer]],
+        scorers: Sequence[Scorer],
         meters: Sequence[Meter] = (),
         unscored: Mapping[str, set[int]] = MappingProxyType({}),
     ) -> None:
         self._unscored = unscored
         self.meters = meters
         self._scorers = scorers
-        self._num_sources = sum(len(sources) for sources, _ in scorers)
 
     async def start(self, *, timeout_s: float) -> None:
-        await together([scorer.start(timeout_s=timeout_s) for _, scorer in self._scorers])
+        await together([scorer.start(timeout_s=timeout_s) for scorer in self._scorers])
 
     async def score(self, group: PendingGroup) -> list[list[Score]]:
         """Return `scores_GR`: a score for each completion and reward source."""
         unscored = self._unscored.get(group.draw.prompt.dataset, set())
-        scorers = [pair for pair in self._scorers if not unscored.issuperset(pair[0])]
-        parts = await together([scorer.score(group) for _, scorer in scorers])
-        scores_GR = [[Score(None)] * self._num_sources for _ in range(len(group))]
-        for (sources, _), part in zip(scorers, parts, strict=True):
-            for scores_R, new_scores in zip(scores_GR, part, strict=True):
-                for source, score in zip(sources, new_scores, strict=True):
-                    scores_R[source] = score
-        return scores_GR
+        scores_RG = [[Score(None)] * len(group) for _ in self._scorers]
+        called = [source for source in range(len(self._scorers)) if source not in unscored]
+        parts = await together([self._scorers[source].score(group) for source in called])
+        for source, scores_G in zip(called, parts, strict=True):
+            scores_RG[source] = scores_G
+        return [list(scores_R) for scores_R in zip(*scores_RG, strict=True)]
 
     async def close(self) -> None:
-        await asyncio.gather(*(scorer.close() for _, scorer in self._scorers))
+        await asyncio.gather(*(scorer.close() for scorer in self._scorers))
 
 
 def scorer_servers(
@@ -371,6 +364,7 @@ class RewardPool:
         """
         self._deadline_s = settings.deadline_s
         self._workers: list[RewardWorker] = []
+        self._starting = asyncio.Lock()
         self._restarts_reported = 0
         self.level = choose_level(sandbox.level).level
         self._callers: dict[int, _Caller] = {}
@@ -400,43 +394,8 @@ class RewardPool:
 
     async def start(self) -> None:
         """Start every worker now, not at its first call; RewardError when the rewards cannot be loaded."""
-        await together([worker.ready() for worker in self._workers])
-
-    async def score(
-        self,
-        prompts: list[Content],
-        completions: list[Content],
-        completion_ids: list[list[int]],
-        columns: Mapping[str, list[Any]],
-        *,
-        step: int,
-        uncalled: Collection[int] = (),
-    ) -> list[list[Score]]:
-        """Score completions together; a call that fails is repeated item by item, so that only the guilty are masked.
-
-        Args:
-            uncalled: the rewards that give nothing.
-            columns: the dataset's columns by name, one value per completion.
-            step: the training step, which rewards see as `trainer_state.global_step`.
-
-        Returns:
-            `[completion][reward]`; the rewards in the order of `specs`.
-        """
-        if not completions:
-            return []
-        offered = {
-            **columns,
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-        }
-        sources = range(len(self._callers))
-        called = [source for source in sources if source not in uncalled]
-        scores_RG = await together([self._score(source, offered, step) for source in called])
-        scores = dict(zip(called, scores_RG, strict=True))
-        nothing = [Score(None)] * len(completions)
-        rows = zip(*(scores.get(source, nothing) for source in sources), strict=True)
-        return [list(scores_R) for scores_R in rows]
+        async with self._starting:
+            await together([worker.ready() for worker in self._workers])
 
     async def close(self) -> None:
         """Kill the workers, whatever they are doing; the pool cannot be used again."""
@@ -453,9 +412,16 @@ class RewardPool:
     async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
-    async def _score(
-        self, source: int, offered: Mapping[str, Sequence[Any]], step: int
+    async def score(
+        self, source: int, offered: Mapping[str, Sequence[Any]], *, step: int
     ) -> list[Score]:
+        """Score completions together; a call that fails is repeated item by item, so that only the guilty are masked.
+
+        Args:
+            source: the reward's place among `specs`.
+            offered: what its function may take, by name, one value per completion.
+            step: the training step, which rewards see as `trainer_state.global_step`.
+        """
         caller = self._callers[source]
         size = len(offered["completions"])
         worker = await caller.idle.get()
@@ -475,7 +441,7 @@ class RewardPool:
         items = [
             {name: [values[index]] for name, values in offered.items()} for index in range(size)
         ]
-        scores = await together([self._score(source, item, step) for item in items])
+        scores = await together([self.score(source, item, step=step) for item in items])
         return [score for (score,) in scores]
 
 
@@ -518,11 +484,11 @@ def reward_pool(
 
 @dataclass(eq=False)
 class RuleScorer(Scorer):
-    """Reward functions in worker processes. They receive whole groups, since a function may compare completions."""
+    """A reward function in worker processes. It receives whole groups, since it may compare completions."""
 
     pool: RewardPool
+    source: int  # its place in the pool
     images: ImageStore = NO_IMAGES
-    uncalled: Mapping[str, Collection[int]] = field(default_factory=dict)
 
     @classmethod
     def check_rows(cls, spec: RewardConfig, config: RunConfig, prompts: PromptSet) -> None:
@@ -541,23 +507,22 @@ class RuleScorer(Scorer):
     async def start(self, *, timeout_s: float) -> None:
         await self.pool.start()
 
-    async def score(self, group: PendingGroup) -> list[list[Score]]:
+    async def score(self, group: PendingGroup) -> list[Score]:
         completions = await group.all()
         prompt = group.draw.prompt
         num = len(completions)
-        columns = {name: [value] * num for name, value in prompt.columns.items()}
         if prompt.is_chat:
             contents: list[Any] = [completion.messages for completion in completions]
         else:
             contents = [completion.text for completion in completions]
-        return await self.pool.score(
-            [prompt.content] * num,
-            contents,
-            [list(completion.token_ids) for completion in completions],
-            columns | self.extra_columns(prompt, completions),
-            step=group.step,
-            uncalled=self.uncalled.get(prompt.dataset, ()),
-        )
+        offered = {
+            **{name: [value] * num for name, value in prompt.columns.items()},
+            **self.extra_columns(prompt, completions),
+            "prompts": [prompt.content] * num,
+            "completions": contents,
+            "completion_ids": [list(completion.token_ids) for completion in completions],
+        }
+        return await self.pool.score(self.source, offered, step=group.step)
 
     def extra_columns(
         self, prompt: Prompt, completions: Sequence[Completion]

@@ -21,6 +21,7 @@ from ycore.foreign import (
 )
 from ycore.rollout.agents import CallRejected, read_request
 from ycore.rollout.tool_pool import Answer, Episode, ToolPool
+from ycore.run.files import RunFolder
 from ycore.sandbox.confined_worker import CallFailed, reply_in
 from ycore.types import Prompt
 
@@ -89,7 +90,7 @@ def test_half_a_character_of_the_tool_python_is_read_by_every_dialogue(tmp_path:
             tools=["python"],
             turns=TurnSettings(call_s=30),
         )
-        pool = ToolPool(config, log=tmp_path / "log", run_id="test")
+        pool = ToolPool(config, RunFolder(tmp_path / "run"))
         try:
             async with Episode(pool, Prompt(0, "x"), position=0, index=0) as episode:
                 return await episode.call("python", {"code": "print(chr(55296))"})

@@ -137,7 +137,7 @@ def test_a_judges_label_probabilities_are_the_models_own(
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     judge = judge_of(config_of(model, model).rewards[0]).model_copy(update={"temperature": 1.0})
-    question = Questioner(judge, special_tokens(tokenizer)).pointwise(PROMPT, "4", key="1")
+    question = Questioner(judge, special_tokens(tokenizer)).question(PROMPT, "4", key="1")
 
     async def ask() -> list[Reply]:
         engine = judge_engine(servers)
@@ -185,7 +185,7 @@ def test_structured_output_holds_a_judge_to_its_json(servers: RunFolder, model: 
     async def ask() -> list[Reply]:
         engine = judge_engine(servers)
         requests = (
-            engine.ask(judge, Questioner(judge).pointwise(PROMPT, text, key=text), seed=n)
+            engine.ask(judge, Questioner(judge).question(PROMPT, text, key=text), seed=n)
             for n, text in enumerate(TEXTS)
         )
         replies = await asyncio.gather(*requests)
@@ -209,11 +209,11 @@ def test_a_question_that_is_too_long_is_refused_alone(servers: RunFolder, model:
 
     async def ask() -> None:
         engine = judge_engine(servers)
-        long = Questioner(judge).pointwise(PROMPT, "x" * 2000, key="1")
+        long = Questioner(judge).question(PROMPT, "x" * 2000, key="1")
         with pytest.raises(QuestionRefused, match="refused the question"):
             await engine.ask(judge, long, seed=0)
         short = await engine.ask(
-            judge, Questioner(judge).pointwise(PROMPT, "4", key="1"), seed=0
+            judge, Questioner(judge).question(PROMPT, "4", key="1"), seed=0
         )
         assert short.tokens
         await engine.close()

@@ -256,7 +256,7 @@ def read_judge(data: bytes, place: Path) -> None:
     judge = judge_of(RewardConfig(reward=f"judge:{place}/judge.yaml"))
     questioner = Questioner(judge)
     if judge.mode == "pointwise":
-        questioner.pointwise(Prompt(0, "x"), "y", key="k")
+        questioner.question(Prompt(0, "x"), "y", key="k")
 
 
 def _draw_yaml(seed: bytes) -> Draw:
@@ -415,11 +415,11 @@ def read_reply(data: bytes, place: Path) -> None:
         with suppress(Unreadable):
             if judge.mode == "groupwise":
                 assert sorted(read_ranking(judge, Reply(text), code=_CODE, count=2)) == [0, 1]
-                questioner.groupwise(Prompt(0, text), [text, "x"], key="k")
+                questioner.question(Prompt(0, text), text, "x", key="k")
             else:
                 assert 0 <= read_value(judge, Reply(text), code=_CODE) <= 10
         if judge.mode == "pointwise":
-            questioner.pointwise(Prompt(0, "x", {"answer": text}), text, key="k")
+            questioner.question(Prompt(0, "x", {"answer": text}), text, key="k")
 
 
 def _text_of(data: bytes) -> str:

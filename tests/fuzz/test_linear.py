@@ -110,7 +110,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "before_the_answer": lambda text: builtin.before_the_answer(text, bridge=""),
     "printable": printable,
     "fold_lookalikes": fold_lookalikes,
-    "the question": lambda text: QUESTIONER.pointwise(Prompt(0, "x"), text, key="k"),
+    "the question": lambda text: QUESTIONER.question(Prompt(0, "x"), text, key="k"),
     "a score": read(verdict={"kind": "score"}),
     "a JSON verdict": read(verdict={"kind": "json"}),
     "a ranking": read(mode="groupwise", verdict={"kind": "ranking"}),

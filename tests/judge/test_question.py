@@ -33,7 +33,7 @@ def test_a_template_is_filled_with_prompt_answer_reference_and_columns() -> None
         rubric=" Be strict. ", fence=False, messages=[{"role": "user", "content": text}]
     )
     assert judge.columns == {"answer", "level", "more"}
-    (turn,) = Questioner(judge).pointwise(PROMPT, "Ada {prompt}", key="1")
+    (turn,) = Questioner(judge).question(PROMPT, "Ada {prompt}", key="1")
     assert turn["content"] == (
         "Be strict.|Who wrote it?|Ada {prompt}|Ada|3||{as it is}|"
         f"End with a number from 0 to 10, as <score-{verdict_code('1')}>N</score-{verdict_code('1')}>."
@@ -42,7 +42,7 @@ def test_a_template_is_filled_with_prompt_answer_reference_and_columns() -> None
 
 def test_marks_differ_from_request_to_request_and_are_repeatable() -> None:
     questioner = Questioner(make_judge())
-    ask = lambda key: questioner.pointwise(PROMPT, "Ada", key=key)[-1]["content"]  # noqa: E731
+    ask = lambda key: questioner.question(PROMPT, "Ada", key=key)[-1]["content"]  # noqa: E731
     assert ask("1") == ask("1") != ask("2")
     assert re.search(r"<(text-[0-9a-f]{10})>\nAda\n</\1>", ask("1"))
 
@@ -55,15 +55,13 @@ def test_the_code_differs_from_request_to_request_and_follows_what_engines_cache
         {"mode": "groupwise", "verdict": {"kind": "ranking"}},
     ):
         questioner = Questioner(make_judge(**declared))
-        ask = questioner.groupwise if "mode" in declared else questioner.pointwise
-        answer = ["Ada"] if "mode" in declared else "Ada"
-        system, user = ask(PROMPT, answer, key="1")  # type: ignore[operator]
+        system, user = questioner.question(PROMPT, "Ada", key="1")
         assert verdict_code("1") not in system["content"]
         assert verdict_code("1") in user["content"].splitlines()[-1]
 
 
 def test_pairs_and_groups_show_everybody_once() -> None:
-    pair = Questioner(make_judge(mode="pairwise")).pairwise(PROMPT, "one", "two", key="1")[-1][
+    pair = Questioner(make_judge(mode="pairwise")).question(PROMPT, "one", "two", key="1")[-1][
         "content"
     ]
     assert (
@@ -73,9 +71,7 @@ def test_pairs_and_groups_show_everybody_once() -> None:
         < pair.index("two")
     )
     ranking = make_judge(mode="groupwise", verdict={"kind": "ranking"})
-    group = Questioner(ranking).groupwise(PROMPT, ["red", "green", "blue"], key="1")[-1][
-        "content"
-    ]
+    group = Questioner(ranking).question(PROMPT, "red", "green", "blue", key="1")[-1]["content"]
     assert re.findall(r"Answer (\d):\n<text-\w+>\n(\w+)", group) == [
         ("1", "red"),
         ("2", "green"),

@@ -15,7 +15,6 @@ from ycore.judge.verdict import (
     ReplyToken,
     Unreadable,
     follows_position,
-    mean,
     read_ranking,
     read_value,
     ring_pairs,
@@ -374,9 +373,8 @@ def test_ranks_become_shares(order: list[int]) -> None:
     assert sorted(shares) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
 
 
-def test_one_alone_and_none() -> None:
+def test_one_alone_has_the_whole_share() -> None:
     assert shares_of_rank([0]) == [1.0]
-    assert mean([]) is None
 
 
 @given(st.integers(2, 9), st.integers(1, 5), st.integers(0, 2**31))

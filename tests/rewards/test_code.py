@@ -19,11 +19,9 @@ from ycore.rewards.code import (
     UnitTests,
     check_tests,
     code_of,
-    passes_all,
     program_of,
     row_tests,
     same_output,
-    share_passed,
 )
 from ycore.sandbox.program_pool import UnitTestResult
 from ycore.types import Prompt
@@ -365,7 +363,7 @@ def test_what_a_verdict_is_worth(
     units: tuple[bool | None, ...], ended: bool, share: float, passed: bool
 ) -> None:
     verdict = UnitTestResult("ok", "ready", units=units, ended=ended)
-    assert (share_passed(verdict), passes_all(verdict)) == (share, passed)
+    assert (verdict.share_passed, verdict.passes_all) == (share, passed)
 
 
 @pytest.mark.parametrize(

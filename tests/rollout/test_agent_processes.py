@@ -14,6 +14,7 @@ from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 from ycore.rollout.agents import AgentCall, AgentExit, AgentPool, RunningAgent, check_agent
 from ycore.rollout.tool_pool import OutOfTime
+from ycore.run.files import RunFolder
 from ycore.sandbox import Level
 from ycore.sandbox.confined_worker import CallFailed
 from ycore.sandbox.level import LevelChoice, choose_level
@@ -85,9 +86,7 @@ def play(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
     def with_agent(agent: str, work: Any, completion_s: float = 60.0, **columns: Any) -> Any:
         async def whole() -> Any:
             config = config_of(agent, turns={"completion_s": completion_s})
-            pool = AgentPool(
-                config, log=place / "run" / "agents.log", run_id="t", run_folder=place / "run"
-            )
+            pool = AgentPool(config, RunFolder(place / "run"))
             async with (
                 asyncio.timeout(400),
                 pool.run(Prompt(0, "go", columns), position=4, index=1) as run,
@@ -132,7 +131,7 @@ def test_an_agent_sees_its_row_and_its_address_and_nothing_else(
     if choose_level().level is Level.NAMESPACES:
         assert not reaches and files == [str(place / "agent.py"), str(place / "run")]
     assert end == AgentExit(0, " 0.25 ") and end.score == Score(0.25)
-    log = (place / "run" / "agents.log").read_text()
+    log = (place / "run" / "logs" / "agents.log").read_text()
     chunks = [
         json.loads(line[6:])
         for line in log.replace("said data", "data").splitlines()

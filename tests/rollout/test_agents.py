@@ -28,6 +28,7 @@ from ycore.rollout.turns import GroupStart, MultiTurnWriter, SingleTurnWriter, T
 from ycore.round.peers import Peers
 from ycore.round.sampling import Cost, DrawSource, Rules
 from ycore.round.step import Controller
+from ycore.run.files import RunFolder
 from ycore.sandbox.confined_worker import CallFailed
 from ycore.scoring.scoring import PendingGroup, Scorer, Scoring
 from ycore.trl.batches import FlatSequence, flatten
@@ -576,12 +577,10 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
 ) -> None:
     """The same tokens, masks, log-probabilities, rewards and advantages; real processes, and an engine by script."""
     monkeypatch.chdir(place)
-    where: dict[str, Any] = {"run_id": "t", "run_folder": place / "run"}
+    folder = RunFolder(place / "run")
     tokenizer, dialogue_of = dialogues(name)
     inside_dialogue = Dialogue(tokenizer, described, actions=TALKS[name][2])
-    pool = ToolPool(
-        RunConfig(**COMMON, tools=["tools.py:add"]), log=place / "tools.log", **where
-    )
+    pool = ToolPool(RunConfig(**COMMON, tools=["tools.py:add"]), folder)
     inside = MultiTurnWriter(lambda _: inside_dialogue, pool, TurnLimits(**LIMITS), pays=False)
 
     def bare(prompt: Prompt) -> tuple[int, ...]:
@@ -600,7 +599,7 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
     )
     agents = AgentWriter(
         dialogue_of,
-        AgentPool(config, log=place / "agents.log", **where),
+        AgentPool(config, folder),
         TurnLimits(**LIMITS),
     )
     through = trained_on(name, tokenizer, agents, bare)

@@ -13,6 +13,7 @@ from ycore.errors import ConfigError
 from ycore.rollout import mcp_server
 from ycore.rollout.mcp_server import McpServer
 from ycore.rollout.tool_pool import Answer, Episode, ToolPool, describe_tools
+from ycore.run.files import RunFolder
 from ycore.types import Prompt
 
 OFFICIAL = '''
@@ -164,7 +165,7 @@ def test_what_the_recipe_opens_is_open_to_servers_too(place: Path) -> None:
     config = config_of("mcp:python notes.py").model_copy(
         update={"turns": TurnSettings(sandbox={"network": True})}
     )
-    pool = ToolPool(config, log=place / "log", run_id="t", run_folder=place / "run")
+    pool = ToolPool(config, RunFolder(place / "run"))
     assert pool._confinement.view.network and not pool._python_confinement.view.network
 
 
@@ -177,12 +178,7 @@ def test_each_completion_has_a_server_of_its_own_held_as_tools_are(place: Path) 
             return [await episode.call(name, arguments) for name, arguments in calls]
 
     async def work() -> tuple[list[Answer], list[Answer]]:
-        pool = ToolPool(
-            config_of("mcp:python notes.py"),
-            log=place / "log",
-            run_id="t",
-            run_folder=place / "run",
-        )
+        pool = ToolPool(config_of("mcp:python notes.py"), RunFolder(place / "run"))
         try:
             async with asyncio.timeout(400):
                 note = ("add_note", {"text": "a", "times": 2})

@@ -24,6 +24,7 @@ from ycore.rewards.loading import inputs_of
 from ycore.rewards.worker import LoadedReward, call_reward
 from ycore.rollout.tool_pool import Answer, Episode, OutOfTime, ToolPool, describe_tools
 from ycore.rollout.turns import MultiTurnWriter, TurnLimits
+from ycore.run.files import RunFolder
 from ycore.types import Draw, Prompt, Score
 
 FILE = '''
@@ -160,12 +161,7 @@ def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., 
 
     def in_pool(work: Work, **keys: Any) -> Any:
         async def whole() -> Any:
-            pool = ToolPool(
-                config_of(place, **keys),
-                log=place / "run" / "tools.log",
-                run_id="t",
-                run_folder=place / "run",
-            )
+            pool = ToolPool(config_of(place, **keys), RunFolder(place / "run"))
             try:
                 async with asyncio.timeout(400):
                     return await work(pool)

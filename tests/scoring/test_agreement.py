@@ -54,7 +54,7 @@ def test_each_pair_is_the_judges_own_question(tmp_path: Path) -> None:
     key = question.columns[KEY]
     answers = ["good<|end|>", "bad0"] if shows_chosen_first(key) else ["bad0", "good<|end|>"]
     prompt = Prompt(0, [{"role": "user", "content": "0 + 1?"}])
-    assert question.content == Questioner(agreement_of(AGREES), ("<|end|>",)).pairwise(
+    assert question.content == Questioner(agreement_of(AGREES), ("<|end|>",)).question(
         prompt, *answers, key=key
     )
     text = question.content[1]["content"]

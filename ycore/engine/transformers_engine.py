@@ -108,11 +108,6 @@ class _Request(NamedTuple):
     max_tokens: int
     prompt: Prompt | None
 
-    @property
-    def kind(self) -> tuple[bool, bool]:
-        """Whether it is greedy, and whether it has pictures."""
-        return self.greedy, self.prompt is not None
-
 
 class TransformersEngine(Engine):
     """Collects simultaneous requests into batches for `model.generate`.
@@ -138,7 +133,9 @@ class TransformersEngine(Engine):
         self._sampling = sampling
         self._is_half = is_half
         self._batches = Batches[_Request](
-            self._generate, kind=lambda request: request.kind, most=MAX_BATCH
+            self._generate,
+            kind=lambda request: (request.greedy, request.prompt is not None),  # has pictures
+            most=MAX_BATCH,
         )
 
     async def complete(

@@ -36,7 +36,24 @@ _RESET_WAIT_S = 0.1
 _CHUNK_BYTES = 2**20
 
 
-class VllmEngine(Server, Engine):
+class _LanguageModel(Server):
+    """A server of a language model, by the name that the server has for it."""
+
+    _model: str
+
+    async def logprobs_of(
+        self, context_ids: Sequence[int], target_ids: Sequence[int]
+    ) -> tuple[float, ...]:
+        request = prompt_request(self._model, context_ids, target_ids)
+        answer = await self.request("POST", "/v1/completions", request)
+        return prompt_logprobs(answer, context_ids, target_ids)
+
+
+class VllmTeacher(_LanguageModel):
+    _model = TEACHER
+
+
+class VllmEngine(_LanguageModel, Engine):
     """Example: `VllmEngine("rollout-0", folder.socket("rollout-0"), sampling, request_timeout_s=600)`.
 
     A restarted process gets the weights that the last one had before its first request. Each rank of a machine has
@@ -44,10 +61,11 @@ class VllmEngine(Server, Engine):
     the engine has them. A process that has lost them gets them from whichever client comes first.
 
     Attributes:
-        version: The policy version that the engine holds.
         source: The policy's weights in this process, where they are not sent as files (`engine.sync=ipc`).
         sleeper: Puts the engine to sleep; None without sleep mode. Weights for a sleeping engine are sent as it wakes.
     """
+
+    sleeper: SleepingEngine | None
 
     def __init__(
         self,
@@ -69,8 +87,7 @@ class VllmEngine(Server, Engine):
             request_timeout_s=request_timeout_s,
             restart_timeout_s=restart_timeout_s,
         )
-        self._sleeping = SleepingEngine(self, refill=self._refill) if sleeps else None
-        self.sleeper = self._sleeping
+        self.sleeper = SleepingEngine(self, refill=self._refill) if sleeps else None
         self.is_home = is_home
         self.source = source
         self._sampling = sampling
@@ -160,11 +177,6 @@ class VllmEngine(Server, Engine):
             policy_version=version,
         )
 
-    async def logprobs_of(
-        self, context_ids: Sequence[int], target_ids: Sequence[int]
-    ) -> tuple[float, ...]:
-        return await _logprobs_of(self, self._model, context_ids, target_ids)
-
     async def load_weights(self, folder: Path, version: int) -> None:
         sums = read_manifest(folder, version=version)
         self._weights = folder, version
@@ -179,7 +191,7 @@ class VllmEngine(Server, Engine):
 
     @property
     def _can_take_weights(self) -> bool:
-        return self._sleeping is None or self._sleeping.has_weights
+        return self.sleeper is None or self.sleeper.has_weights
 
     async def _refill(self) -> None:
         """Load the weights after a sleep: those that were sent last, or the model's own where none were."""
@@ -221,7 +233,7 @@ class VllmEngine(Server, Engine):
         sums = read_manifest(folder, version=version)
         sums = {name: sums[name] for name in sums if not name.startswith(NOT_LOADED)}
         # What slept may have sums of memory that is lost.
-        may_hold = version == 0 and self._sleeping is None
+        may_hold = version == 0 and self.sleeper is None
         if not (may_hold and await self._holds(sums)):
             pieces = await self._load(folder, sums)
             try:
@@ -319,22 +331,6 @@ async def _chunks(file: Path) -> AsyncIterator[bytes]:
     with file.open("rb") as opened:
         while chunk := opened.read(_CHUNK_BYTES):
             yield chunk
-
-
-async def _logprobs_of(
-    server: Server, role: str, context_ids: Sequence[int], target_ids: Sequence[int]
-) -> tuple[float, ...]:
-    answer = await server.request(
-        "POST", "/v1/completions", prompt_request(role, context_ids, target_ids)
-    )
-    return prompt_logprobs(answer, context_ids, target_ids)
-
-
-class VllmTeacher(Server):
-    async def logprobs_of(
-        self, context_ids: Sequence[int], target_ids: Sequence[int]
-    ) -> tuple[float, ...]:
-        return await _logprobs_of(self, TEACHER, context_ids, target_ids)
 
 
 class VllmRewardModel(Server):

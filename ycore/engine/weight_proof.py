@@ -126,8 +126,9 @@ def write_manifest(folder: Path, version: int, sums: Mapping[str, TensorSums]) -
     write_json_atomic(folder / _MANIFEST, {"version": version, "tensors": tensors})
 
 
-def remove_manifest(folder: Path) -> None:
-    """Remove the manifest before the weights change, as it is wrong from then on."""
+def begin_weights(folder: Path) -> None:
+    """Make the folder, and remove its manifest before the weights change, as it is wrong from then on."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / _MANIFEST).unlink(missing_ok=True)
 
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from ycore.engine.commands import engine_rank
-from ycore.engine.weight_proof import TensorSums, remove_manifest, tensor_sums, write_manifest
+from ycore.engine.weight_proof import TensorSums, begin_weights, tensor_sums, write_manifest
 from ycore.errors import SyncError
 
 NUM_FILES = 4  # written at the same time
@@ -65,8 +65,7 @@ def write_weights(
     if not writes:
         deque(weights, maxlen=0)
         return 0
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    remove_manifest(folder)
+    begin_weights(folder)
     room = sum(len(name) + _ENTRY for name in _checkpoint_names(model))
     files = [
         _File(folder / f"model-{number:05d}.safetensors", room) for number in range(NUM_FILES)
@@ -97,8 +96,7 @@ def note_weights(
     model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, version: int
 ) -> int:
     """Write the manifest alone, for engines that copy the weights from this process; return the bytes of all weights."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    remove_manifest(folder)
+    begin_weights(folder)
     sums = {name: tensor_sums(weight) for name, weight in engine_weights(model, dtype=dtype)}
     write_manifest(folder, version, sums)
     return sum(tensor.num_bytes for tensor in sums.values())
@@ -137,8 +135,7 @@ def write_adapters(model: PeftModel, folder: Path, *, dtype: torch.dtype, versio
             name: tensor_sums(weight)
             for name, weight in engine_weights(model, dtype=dtype, merges=False)
         }
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    remove_manifest(folder)
+    begin_weights(folder)
     save_file(
         {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
         folder / "adapter_model.safetensors",

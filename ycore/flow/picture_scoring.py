@@ -13,7 +13,7 @@ from ycore.judge.question import Questioner
 from ycore.rewards.loading import reward_names
 from ycore.run.files import ImageStore, RunFolder
 from ycore.scoring.judge_scorer import JudgeMeter, JudgeScorer
-from ycore.scoring.scoring import PendingGroup, RuleScorer, Scorer, Scoring, reward_pool
+from ycore.scoring.scoring import PendingGroup, RuleScorer, Scorer, Scoring, rule_scorers
 from ycore.types import Completion, Prompt, Score
 
 
@@ -43,14 +43,12 @@ def picture_scoring(
     """Return the scoring by the run's rewards, or by its held-out judges."""
     judge_meter = JudgeMeter()
     images = ImageStore(folder.images)
-    rules = [source for source, spec in enumerate(specs) if spec.kind != JUDGE_PREFIX]
+    functions = {source: spec for source, spec in enumerate(specs) if spec.kind != JUDGE_PREFIX}
+    rules = rule_scorers(config, folder, functions, PictureScorer)
     scorers: list[Scorer] = []
-    pools = []
-    if rules:
-        pools = [reward_pool(config, folder, [specs[source] for source in rules])]
     for source, name in enumerate(reward_names(specs)):
         if source in rules:
-            scorers.append(PictureScorer(pools[0], rules.index(source), images))
+            scorers.append(rules[source])
             continue
         judge = judge_of(specs[source])
         timeout_s = EngineSettings().request_timeout_s
@@ -65,4 +63,4 @@ def picture_scoring(
         )
         scorers.append(scorer)
     judge_meters = [judge_meter] if len(rules) < len(specs) else []
-    return Scoring(scorers, [*judge_meters, *pools])
+    return Scoring(scorers, [*judge_meters, *(rule.pool for rule in rules.values())])

@@ -6,6 +6,7 @@ reward's `args`, so `run.json` holds it and a resumed run needs no file.
 
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, pstdev
 from string import Formatter
@@ -42,8 +43,13 @@ Template = Sequence[tuple[str, str]]  # role and text of every turn
 POLICY_BASE = "policy-base"  # the weights that the policy starts from
 
 _PLAIN_BRACES = "write {{ and }} for plain ones"
-_ANSWER_FIELDS = {"completion", "first", "second", "completions"}
-_OWN_FIELDS = _ANSWER_FIELDS | {"prompt", "reference", "rubric", "how_to_answer"}
+ANSWER_FIELDS: Mapping[Mode, Sequence[str]] = {
+    "pointwise": ["completion"],
+    "pairwise": ["first", "second"],
+    "groupwise": ["completions"],
+}
+_ALL_ANSWER_FIELDS = set(chain(*ANSWER_FIELDS.values()))
+_OWN_FIELDS = _ALL_ANSWER_FIELDS | {"prompt", "reference", "rubric", "how_to_answer"}
 """The fields of a template that ycore fills; any other is a column of the dataset."""
 
 
@@ -297,14 +303,14 @@ _WARNING = "What stands between the marks <text-...> and </text-...> is to be ju
 def _check_template(judge: Judge) -> None:
     """ValueError where the judge would not see what it judges, or where the rubric would be lost."""
     used = _fields_in(judge.template)
-    needed = sorted(_fields_in([("user", _ANSWERS[judge.mode])]))
+    needed = ANSWER_FIELDS[judge.mode]
     for name in needed:
         if name not in used:
             near = nearest(name, used, limit=1)
             raise ValueError(
                 f"the messages of a {judge.mode} judge must have the field {{{name}}}{near}"
             )
-    for name in sorted(used & _ANSWER_FIELDS - set(needed)):
+    for name in sorted(used & _ALL_ANSWER_FIELDS.difference(needed)):
         listed = " and ".join(f"{{{field}}}" for field in needed)
         raise ValueError(f"{{{name}}} is no field of a {judge.mode} judge, which has {listed}")
     if "how_to_answer" not in used:

@@ -14,6 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ycore.judge.declaration import (
+    ANSWER_FIELDS,
     JsonVerdict,
     Judge,
     LabelVerdict,
@@ -63,28 +64,18 @@ class Questioner(NamedTuple):
     judge: Judge
     special_tokens: tuple[str, ...] = ()
 
-    def pointwise(self, prompt: Prompt, completion: str, *, key: str) -> Question:
-        """The question about one completion; marks and code follow from the request's `key`."""
-        return self._fill(prompt, {"completion": self._fenced(completion, key)}, key)
+    def question(self, prompt: Prompt, *completions: str, key: str) -> Question:
+        """Return the question about one completion, two, or a group, by the judge's mode.
 
-    def pairwise(self, prompt: Prompt, first: str, second: str, *, key: str) -> Question:
-        """The question which of two completions is better; `key` as in `pointwise`."""
-        return self._fill(
-            prompt,
-            {"first": self._fenced(first, key), "second": self._fenced(second, key)},
-            key,
-        )
-
-    def groupwise(self, prompt: Prompt, completions: Sequence[str], *, key: str) -> Question:
-        """The question to rank a group; `key` as in `pointwise`."""
-        answers = (
-            f"Answer {number}:\n{self._fenced(text, key)}"
-            for number, text in enumerate(completions, start=1)
-        )
-        return self._fill(prompt, {"completions": "\n\n".join(answers)}, key)
-
-    def _fill(self, prompt: Prompt, answers: Mapping[str, str], key: str) -> Question:
+        Marks and code follow from the request's `key`.
+        """
         judge = self.judge
+        answers = [self._fenced(text, key) for text in completions]
+        if judge.mode == "groupwise":
+            numbered_answers = (
+                f"Answer {number}:\n{text}" for number, text in enumerate(answers, start=1)
+            )
+            answers = ["\n\n".join(numbered_answers)]
         columns = {
             name: self._sanitized(as_text(value)) for name, value in prompt.columns.items()
         }
@@ -97,7 +88,7 @@ class Questioner(NamedTuple):
             "reference": columns.get(judge.reference_column, ""),
             "rubric": judge.rubric.strip(),
             "how_to_answer": _how_to_answer(judge, verdict_code(key)),
-            **answers,
+            **dict(zip(ANSWER_FIELDS[judge.mode], answers, strict=True)),
         }
         return [
             {"role": role, "content": text.format_map(fields)} for role, text in judge.template

@@ -260,7 +260,3 @@ def shuffled_orders(size: int, count: int, *, seed: int) -> list[list[int]]:
         generator.shuffle(order)
         orders += [order, order[::-1]]
     return orders[:count]
-
-
-def mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -27,7 +27,6 @@ from ycore.data.cells import parse_literal
 from ycore.errors import RewardError
 from ycore.rewards.answers import completion_text
 from ycore.rewards.builtin import CODE, settings_of
-from ycore.sandbox.program_pool import UnitTestResult
 from ycore.types import Content, JsonObject, Prompt, Record, after_thinking
 
 TEST_COLUMNS = ("tests", "test_list", "test", "input_output", "public_test_cases")
@@ -246,20 +245,6 @@ def reaches(tests: UnitTests | StdioTests, text: str) -> bool:
     if isinstance(tests, StdioTests) or not tests.calls:
         return True
     return re.search(rf"\b{re.escape(tests.entry_point)}\b", text) is not None
-
-
-def share_passed(result: UnitTestResult) -> float:
-    """Return the share of the tests that a program passes.
-
-    A test that did not run counts, unless the tests came to their end without it.
-    """
-    counted = [unit for unit in result.units if unit is not None or not result.ended]
-    return counted.count(True) / max(1, len(counted))
-
-
-def passes_all(result: UnitTestResult) -> bool:
-    """Whether the tests came to their end, at least one ran, and none failed."""
-    return result.ended and True in result.units and False not in result.units
 
 
 def same_output(printed: bytes, expected: str, tolerance: float) -> bool:

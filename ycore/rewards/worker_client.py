@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
+from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings, Strict
 from ycore.errors import RewardError
 from ycore.foreign import LARGEST_REWARD, foreign_line
 from ycore.rewards.loading import Inputs, inputs_of, load_reward, require_reward_columns
@@ -42,7 +42,13 @@ BYTES_PER_VALUE = 8192
 """A problem has 150 characters and a logged text 300, each of twelve bytes at most as JSON."""
 _READY = TypeAdapter(list[Inputs])
 _Line = Annotated[str, AfterValidator(foreign_line)]
-_LOGGED = TypeAdapter(list[dict[_Line, FiniteFloat | _Line]])
+
+
+class _Answer(Strict):
+    nonce: str
+    values: list[int | float | None]
+    problems: list[_Line | None]
+    logged: list[dict[_Line, FiniteFloat | _Line]] = Field(default=[])
 
 
 def reward_confinement(
@@ -173,26 +179,17 @@ def scores_in(
 
     `allowed_range` is the lowest and the highest reward that the recipe allows.
     """
-    if set(reply) - {"logged"} != {"nonce", "values", "problems"}:
-        raise CallFailed("no answer of a worker: it has other keys")
-    values = reply["values"]
-    problems = reply["problems"]
-    if (
-        not isinstance(values, list)
-        or not isinstance(problems, list)
-        or not len(values) == len(problems) == count
-    ):
-        raise CallFailed(f"no answer of a worker: not {count} values and {count} problems")
     try:
-        logged = _LOGGED.validate_python(reply.get("logged", [{}] * count), strict=True)
-        rows = list(zip(values, problems, logged, strict=True))
+        answer = _Answer.model_validate(reply, strict=True)
+        logged = answer.logged or [{}] * count
+        rows = list(zip(range(count), answer.values, answer.problems, logged, strict=True))
     except ValueError:
         raise CallFailed(
-            "no answer of a worker: what is logged is numbers or texts for each completion"
+            f"no answer of a worker: not {count} values and {count} problems, or no numbers and texts where it logs"
         ) from None
     return [
         replace(_score(value, problem, allowed_range), logged=named)
-        for value, problem, named in rows
+        for _, value, problem, named in rows
     ]
 
 
@@ -207,15 +204,11 @@ def inputs_in(ready: object, *, count: int) -> list[Inputs]:
     return inputs
 
 
-def _score(value: object, problem: object, allowed_range: tuple[float, float] | None) -> Score:
-    if isinstance(problem, str):
-        return Score(None, problem=foreign_line(problem))
-    if problem is not None:
-        raise CallFailed("no answer of a worker: a problem is no text")
-    if value is None:
-        return Score(None)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CallFailed("no answer of a worker: a value is no number")
+def _score(
+    value: float | None, problem: str | None, allowed_range: tuple[float, float] | None
+) -> Score:
+    if value is None or problem is not None:
+        return Score(None, problem=problem)
     if not -LARGEST_REWARD <= value <= LARGEST_REWARD:
         return Score(None, problem=f"too large: beyond {LARGEST_REWARD:g} either way")
     if allowed_range is not None and not allowed_range[0] <= value <= allowed_range[1]:

@@ -42,6 +42,7 @@ from ycore.rollout.turns import (
     TurnMeter,
     completion_seed,
 )
+from ycore.run.files import RunFolder
 from ycore.sandbox import MIB, Level
 from ycore.sandbox.confine import base_variables
 from ycore.sandbox.confined_worker import CallFailed, ConfinedWorker
@@ -157,20 +158,20 @@ class RunningAgent(ConfinedWorker[None]):
 
 
 class AgentPool:
-    """Example: `async with AgentPool(config, ...).run(prompt, position=4, index=1) as agent: await agent.next()`.
+    """Example: `async with AgentPool(config, folder).run(prompt, position=4, index=1) as agent: await agent.next()`.
 
     At most `turns.at_once` agents run at a time.
     """
 
-    def __init__(
-        self, config: RunConfig, *, log: Path, run_id: str, run_folder: Path | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         assert config.agent is not None
         self._config = config
-        self._log = log
+        self._log = folder.log("agents")
         self._words: Sequence[str] = split_command(config.agent)
         names = [f"{word}:agent" for word in self._words if Path(word).is_file()]
-        confinement = turns_confinement(config, names, run_folder=run_folder, run_id=run_id)
+        confinement = turns_confinement(
+            config, names, run_folder=folder.root, run_id=folder.run_id
+        )
         limits = replace(confinement.limits, output=MIB)  # each completion has a process
         self._confinement = confinement._replace(limits=limits)
         self._slots = asyncio.Semaphore(config.turns.at_once)

@@ -29,6 +29,7 @@ from ycore.foreign import (
 )
 from ycore.rollout.mcp_server import MCP_PREFIX
 from ycore.rollout.tool_host import MAX_TEXT, PYTHON
+from ycore.run.files import RunFolder
 from ycore.sandbox import Confinement, Limits, View
 from ycore.sandbox.confined_worker import START_TIMEOUT_S, CallFailed, ConfinedWorker
 from ycore.sandbox.level import choose_level, require_sandbox
@@ -239,22 +240,22 @@ def python_files(python: str) -> tuple[str, ...]:
 
 
 class ToolPool:
-    """Example: `pool = ToolPool(config, log=..., run_id=...); episode = Episode(pool, ...); await pool.close()`.
+    """Example: `pool = ToolPool(config, folder); episode = Episode(pool, ...); await pool.close()`.
 
     Processes are started when they are needed, `turns.at_once` at most of a kind: those of the user's tools and
     environment, and those of the tool `python`, which see no file. A process serves completion after completion, but
     for one with an MCP server or the tool `python`, which keep state.
     """
 
-    def __init__(
-        self, config: RunConfig, *, log: Path, run_id: str, run_folder: Path | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         self.config = config
         self.workers: list[ToolWorker] = []
         self.has_servers = any(name.startswith(MCP_PREFIX) for name in config.tools)
         self._idle: list[ToolWorker] = []
-        self._log = log
-        self._confinement = _tools_confinement(config, run_folder=run_folder, run_id=run_id)
+        self._log = folder.log("tools")
+        self._confinement = _tools_confinement(
+            config, run_folder=folder.root, run_id=folder.run_id
+        )
         limits: Limits = replace(PROGRAM_LIMITS, memory=int(config.turns.memory_gib * 2**30))
         self._python_confinement = self._confinement._replace(view=View(), limits=limits)
         self._worker_slots = asyncio.Semaphore(config.turns.at_once)

@@ -76,18 +76,14 @@ def build_writer(
     if config.agent is not None:
         return AgentWriter(
             dialogues.of_tools,
-            AgentPool(
-                config, log=folder.log("agents"), run_id=folder.run_id, run_folder=folder.root
-            ),
+            AgentPool(config, folder),
             limits,
         )
     tool_sets = dialogues.tool_sets.values()
     if tool_sets:
         return MultiTurnWriter(
             dialogues.of_prompt,
-            ToolPool(
-                config, log=folder.log("tools"), run_id=folder.run_id, run_folder=folder.root
-            ),
+            ToolPool(config, folder),
             limits,
             pays=any(tool_set.pays for tool_set in tool_sets),
             pays_turns=config.pays_turns,

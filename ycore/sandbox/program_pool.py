@@ -81,6 +81,17 @@ class UnitTestResult(NamedTuple):
     seconds: float = 0.0
     problem: str | None = None  # of an `infra_error`
 
+    @property
+    def share_passed(self) -> float:
+        """The share of passed tests. One that did not run counts, unless the tests came to their end without it."""
+        counted = [unit for unit in self.units if unit is not None or not self.ended]
+        return counted.count(True) / max(1, len(counted))
+
+    @property
+    def passes_all(self) -> bool:
+        """Whether the tests came to their end, at least one ran, and none failed."""
+        return self.ended and True in self.units and False not in self.units
+
 
 _Programs = Sequence[tuple[ProgramKind, Sequence[int]]]
 """Programs to run together, with the descriptors that become each one's own from 0 on. The first one leads."""
@@ -104,7 +115,6 @@ class ProgramPool:
         packages: Sequence[str] = (),
     ) -> None:
         """Start nothing yet. With any `packages`, imported once for all, programs see all of this environment."""
-        self.restarts = 0
         self._limits = limits
         self._servers: list[ProgramServer] = []
         self._idle: asyncio.Queue[ProgramServer] = asyncio.Queue()
@@ -179,7 +189,7 @@ class ProgramPool:
         try:
             for _ in range(2):
                 try:
-                    self.restarts += server.ready()
+                    server.ready()
                     began = time.perf_counter()
                     ended = await server.do(programs, deadline_s)
                 except (ServerLost, OSError) as error:
@@ -220,12 +230,11 @@ class ProgramServer:
         self._environment = {**base_variables(run_id, SCRATCH), **_FIXED_VARIABLES}
         self._process: Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._num_starts = 0
 
-    def ready(self) -> bool:
-        """Make it so that a job can begin; return whether a server was started in place of one that had failed."""
+    def ready(self) -> None:
+        """Make it so that a job can begin."""
         if self._process is not None and self._process.poll() is None:
-            return False
+            return
         self.close()
         self._control, child_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
@@ -239,8 +248,6 @@ class ProgramServer:
                 stderr=log,
                 start_new_session=True,
             )
-        self._num_starts += 1
-        return self._num_starts > 1
 
     async def do(self, programs: _Programs, deadline_s: float) -> Sequence[Record]:
         """Return how a job's programs ended: `status`, `reason`, `problem` of each; ServerLost where unknown."""

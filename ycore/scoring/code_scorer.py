@@ -14,12 +14,10 @@ from ycore.rewards.code import (
     UnitTests,
     check_tests,
     code_of,
-    passes_all,
     program_of,
     reaches,
     row_tests,
     same_output,
-    share_passed,
 )
 from ycore.run.metrics import CountMeter
 from ycore.run.reports import this_rank
@@ -148,9 +146,9 @@ class CodeScorer(Scorer):
         if verdict.broken is not None:
             return self.masked(f"the row's tests cannot run: {verdict.broken}")
         return Score(
-            share_passed(verdict)
+            verdict.share_passed
             if self.settings.credit == "share"
-            else float(passes_all(verdict))
+            else float(verdict.passes_all)
         )
 
     async def _fed(self, source: str, tests: StdioTests) -> Score:

@@ -43,7 +43,6 @@ from ycore.judge.verdict import (
     Reply,
     Unreadable,
     follows_position,
-    mean,
     read_ranking,
     read_value,
     ring_pairs,
@@ -233,7 +232,7 @@ class JudgeScorer(Scorer):
             if not reference.strip():
                 raise Unreadable("the row has no reference")
             return await self._win_share(group, text, reference, replies, key=key)
-        question = self.questioner.pointwise(prompt, text, key=key)
+        question = self.questioner.question(prompt, text, key=key)
         return await self._fraction(question, group, replies, key=key)
 
     async def _compare_siblings(self, group: PendingGroup) -> list[Score]:
@@ -246,7 +245,7 @@ class JudgeScorer(Scorer):
             if share is not None:
                 shares_by_index[first].append(share)
                 shares_by_index[second].append(1 - share)
-        return [self._score(mean(wins), "no pair was judged") for wins in shares_by_index]
+        return [self._score(shares, "no pair was judged") for shares in shares_by_index]
 
     async def _compare(self, group: PendingGroup, first: int, second: int) -> float | None:
         """Return the share of wins of `first` over `second`; None where no verdict can be read."""
@@ -267,7 +266,7 @@ class JudgeScorer(Scorer):
         verdicts = []
         for number, texts in enumerate([(text, other), (other, text)]):
             order_key = f"{key}/{number}"
-            question = self.questioner.pairwise(group.draw.prompt, *texts, key=order_key)
+            question = self.questioner.question(group.draw.prompt, *texts, key=order_key)
             verdicts.append(self._fraction(question, group, replies, key=order_key))
         when_first, when_second = await together(verdicts)
         self.meter.pairs += 1
@@ -288,13 +287,13 @@ class JudgeScorer(Scorer):
         for order, shares in zip(orders, await together(rankings), strict=True):
             for place, share in enumerate(shares or ()):
                 shares_by_index[order[place]].append(share)
-        return [self._score(mean(shares), "no ranking was read") for shares in shares_by_index]
+        return [self._score(shares, "no ranking was read") for shares in shares_by_index]
 
     async def _ranking(
         self, group: PendingGroup, completions: Sequence[Completion], *, key: str
     ) -> list[float] | None:
         texts = [self.text_of(completion) for completion in completions]
-        question = self.questioner.groupwise(group.draw.prompt, texts, key=key)
+        question = self.questioner.question(group.draw.prompt, *texts, key=key)
         read = partial(read_ranking, self.judge, code=verdict_code(key), count=len(texts))
         try:
             return shares_of_rank(await self._verdict(question, group, key=key, read=read))
@@ -351,8 +350,11 @@ class JudgeScorer(Scorer):
         digest = hashlib.sha256(",".join(texts).encode()).hexdigest()
         return f"{self.seed}/{self.name}/{group.draw.position}/{digest}"
 
-    def _score(self, share: float | None, problem: str) -> Score:
-        return self.masked(problem) if share is None else Score(self.judge.reward(share))
+    def _score(self, shares: Sequence[float], problem: str) -> Score:
+        """Return the score of the mean share; it is masked where there are none."""
+        if not shares:
+            return self.masked(problem)
+        return Score(self.judge.reward(sum(shares) / len(shares)))
 
 
 @dataclass(eq=False)
@@ -449,7 +451,7 @@ class Questions(Sequence[Prompt]):
         identity = json.dumps([self.seed, as_text(pair.content), *answers])
         key = hashlib.sha256(identity.encode()).hexdigest()
         first, second = answers if shows_chosen_first(key) else answers[::-1]
-        question = self.questioner.pairwise(pair, first, second, key=key)
+        question = self.questioner.question(pair, first, second, key=key)
         return replace(pair, content=question, columns={**pair.columns, KEY: key})
 
 

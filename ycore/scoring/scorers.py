@@ -12,17 +12,15 @@ from ycore.judge.declaration import JUDGE_PREFIX, REWARD_MODEL_PREFIX, teachers_
 from ycore.placement.placement import JUDGE, ROLLOUT, check_placement, in_order, parse_placement
 from ycore.rewards.builtin import CODE, ENVIRONMENT, REFERENCE
 from ycore.rewards.loading import reward_names
-from ycore.run.files import ImageStore, RunFolder
+from ycore.run.files import RunFolder
 from ycore.scoring.scoring import (
     Policy,
-    RewardPool,
-    RuleScorer,
     Scorer,
     ScorerContext,
     ScorerEngines,
     Scoring,
     ServedModel,
-    reward_pool,
+    rule_scorers,
 )
 
 SCORERS: Mapping[str, str] = {
@@ -166,15 +164,13 @@ def build_scoring(
     `started` are the engines of judges, reward models and teachers.
     """
     context = ScorerContext(config, folder, policy, started, reward_names(config.rewards))
-    scorers: list[Scorer] = []
-    pools: list[RewardPool] = []
-    rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec)]
-    if rules:
-        pools = [reward_pool(config, folder, [config.rewards[source] for source in rules])]
-    for source, spec in enumerate(config.rewards):
-        if source in rules:
-            images = ImageStore(folder.images)
-            scorers.append(RuleScorer(pools[0], rules.index(source), images))
-        else:
-            scorers.append(scorer_class(spec).build(spec, source, context))
+    specs = dict(enumerate(config.rewards))
+    rules = rule_scorers(
+        config, folder, {source: spec for source, spec in specs.items() if is_rule(spec)}
+    )
+    scorers = [
+        rules.get(source) or scorer_class(spec).build(spec, source, context)
+        for source, spec in specs.items()
+    ]
+    pools = {rule.pool for rule in rules.values()}
     return Scoring(scorers, [*pools, *context.meters.values()], config.unscored)

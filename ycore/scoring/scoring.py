@@ -468,20 +468,6 @@ def _by_sandbox(specs: Sequence[RewardConfig]) -> list[list[int]]:
     return list(groups.values())
 
 
-def reward_pool(
-    config: ScoredConfig, folder: RunFolder, specs: Sequence[RewardConfig]
-) -> RewardPool:
-    """Return the workers of these reward functions; they see the run's images, and nothing else of it."""
-    return RewardPool(
-        specs,
-        settings=config.reward_workers,
-        log=folder.log("rewards"),
-        run_id=folder.run_id,
-        sandbox=config.sandbox,
-        run_folder=folder.root,
-    )
-
-
 @dataclass(eq=False)
 class RuleScorer(Scorer):
     """A reward function in worker processes. It receives whole groups, since it may compare completions."""
@@ -540,3 +526,24 @@ class RuleScorer(Scorer):
 
     async def close(self) -> None:
         await self.pool.close()
+
+
+def rule_scorers(
+    config: ScoredConfig,
+    folder: RunFolder,
+    specs: Mapping[int, RewardConfig],
+    kind: type[RuleScorer] = RuleScorer,
+) -> dict[int, RuleScorer]:
+    """Return a scorer of each reward function. All share workers, which see the run's images, and nothing else of it."""
+    if not specs:
+        return {}
+    pool = RewardPool(
+        list(specs.values()),
+        settings=config.reward_workers,
+        log=folder.log("rewards"),
+        run_id=folder.run_id,
+        sandbox=config.sandbox,
+        run_folder=folder.root,
+    )
+    images = ImageStore(folder.images)
+    return {source: kind(pool, place, images) for place, source in enumerate(specs)}

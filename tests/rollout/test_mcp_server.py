@@ -109,17 +109,17 @@ def test_what_a_server_says_is_read_by_the_protocol(
             "description": "",
             "parameters": {"type": "object", "properties": {}},
         }
-        assert server.schemas[0] == {"type": "function", "function": function}
-        assert server.call("t_1", {}) == "héllo\n[image]\nr"
-        assert server.call("t_2", {}) == '{"pong": {"jsonrpc": "2.0", "id": "p", "result": {}}}'
+        assert server.schemas["t_1"] == {"type": "function", "function": function}
+        assert server.call("t_1") == "héllo\n[image]\nr"
+        assert server.call("t_2") == '{"pong": {"jsonrpc": "2.0", "id": "p", "result": {}}}'
         with pytest.raises(RuntimeError, match="not here"):
-            server.call("t_3", {})
+            server.call("t_3")
         assert "a line of a log" in capfd.readouterr().err
     finally:
         server._process.kill()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="ended with status -9"):
-            server.call("t_1", {})
+            server.call("t_1")
 
 
 @pytest.mark.parametrize(
@@ -295,4 +295,4 @@ def test_an_odd_answer_of_a_tool_is_a_failed_call(result: object) -> None:
     with monkey.context() as patch:
         patch.setattr(server, "_ask", lambda method, params: result)
         with pytest.raises(RuntimeError, match="not as MCP has it"):
-            server.call("t", {})
+            server.call("t")

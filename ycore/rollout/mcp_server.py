@@ -63,7 +63,7 @@ class McpServer:
             assert self._process.stdin is not None
             os.set_blocking(self._process.stdin.fileno(), False)
             self.tools = self._start()
-            self.schemas = [_schema(name, tool) for name, tool in self.tools.items()]
+            self.schemas = {name: _schema(name, tool) for name, tool in self.tools.items()}
             return
         except OSError as error:
             problem = f"{command[0]!r}: {error.strerror or error}"
@@ -102,9 +102,9 @@ class McpServer:
         self._deadline = math.inf  # a call's is the trainer's
         return tools
 
-    def call(self, name: str, arguments: Record) -> str:
+    def call(self, name: str, /, **arguments: Any) -> str:
         """Return a tool's answer as text; RuntimeError where it failed, or the server has ended."""
-        params = {"name": self.tools[name]["name"], "arguments": dict(arguments)}
+        params = {"name": self.tools[name]["name"], "arguments": arguments}
         result = self._ask("tools/call", params)
         try:
             text = "\n".join(map(_text, result.get("content", ())))

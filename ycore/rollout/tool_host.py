@@ -17,7 +17,8 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +64,23 @@ class ToolHost:
         self._turn_reward: float | None = None
         """The reward of calls and steps since the turn's reward was last asked for."""
         self._runner = asyncio.Runner()
-        self._servers = [McpServer(name) for name in tools if name.startswith(MCP_PREFIX)]
+        self._schemas: dict[str, JsonObject] = {}
+        """Those of the servers' tools."""
+        servers = [McpServer(name) for name in tools if name.startswith(MCP_PREFIX)]
         for name in tools:
-            if not name.startswith(MCP_PREFIX):
-                tool = (
-                    python
-                    if name == PYTHON
-                    else load_named(name, kind="tool", error=ConfigError)
-                )
-                self._add(tool, source=name)
+            if name == PYTHON:
+                self._add(name, python, source=name)
+            elif not name.startswith(MCP_PREFIX):
+                tool = load_named(name, kind="tool", error=ConfigError)
+                self._add(tool.__name__, tool, source=name)
         if env is not None:
             self._env = _environment(env)
             for name in self._methods:
-                self._add(getattr(self._env, name), source=f"{env}.{name}")
+                self._add(name, getattr(self._env, name), source=f"{env}.{name}")
+        for server in servers:
+            for name, schema in server.schemas.items():
+                self._add(name, partial(server.call, name), source=server.name)
+                self._schemas[name] = schema
 
     @property
     def _methods(self) -> list[str]:
@@ -96,20 +101,20 @@ class ToolHost:
     def _pays_turns(self) -> bool:
         return hasattr(type(self._env), _TURN_REWARD)
 
-    def _add(self, tool: Callable[..., Any], *, source: str) -> None:
-        _require_new(tool.__name__, self._tools, source=source)
-        self._tools[tool.__name__] = tool
+    def _add(self, name: str, tool: Callable[..., Any], *, source: str) -> None:
+        if name in self._tools:
+            raise ConfigError(
+                f"two tools are named {name!r}, one of them {source!r}; rename one: a model calls them by name"
+            )
+        self._tools[name] = tool
 
     def describe(self, *, schemas: bool) -> JsonObject:
         """Return a `ToolSet` as JSON; with `schemas`, those that transformers makes for chat templates."""
         tools: list[JsonObject] = []
         if schemas and not self._takes_text:
-            tools = [schema_of(tool) for tool in self._tools.values()]
-            for server in self._servers:
-                for schema in server.schemas:
-                    names = [tool["function"]["name"] for tool in tools]
-                    _require_new(schema["function"]["name"], names, source=server.name)
-                    tools.append(schema)
+            tools = [
+                self._schemas.get(name) or schema_of(tool) for name, tool in self._tools.items()
+            ]
         return {
             "tools": tools,
             "takes_text": self._takes_text,
@@ -174,12 +179,9 @@ class ToolHost:
         return text
 
     def _call(self, name: str, arguments: Record) -> Any:
-        if name in self._tools:
-            return self._awaited(self._tools[name](**arguments))
-        for server in self._servers:
-            if name in server.tools:
-                return server.call(name, arguments)
-        raise ValueError(f"Tool {name} not found.")  # TRL's words
+        if name not in self._tools:
+            raise ValueError(f"Tool {name} not found.")  # TRL's words
+        return self._awaited(self._tools[name](**arguments))
 
     def _awaited(self, result: Any) -> Any:
         return (
@@ -216,13 +218,6 @@ def _environment(env: str) -> Any:
         raise ConfigError(
             f"environment {env!r}: {env.rpartition(':')[2]}() raised {exception_line(error)}"
         ) from error
-
-
-def _require_new(name: str, names: Collection[str], *, source: str) -> None:
-    if name in names:
-        raise ConfigError(
-            f"two tools are named {name!r}, one of them {source!r}; rename one: a model calls them by name"
-        )
 
 
 async def _as_coroutine(result: Any) -> Any:

@@ -45,9 +45,13 @@ class Limits:
     output: int = 16 * MIB  # bytes that it may print; what it prints beyond is dropped
 
     @property
-    def shared_files(self) -> int:
-        """The part of the files that /dev/shm may hold, where the kernel counts it apart from the scratch folder."""
-        return self.files // 8
+    def mounts(self) -> dict[str, str]:
+        """The folders in memory that it may write in namespaces, where the kernel counts each, by their mount options."""
+        shared_files = self.files // 8
+        return {
+            "/tmp": f"size={self.scratch},nr_inodes={self.files - shared_files},mode=1777",
+            "/dev/shm": f"size=16m,nr_inodes={shared_files},mode=1777",
+        }
 
 
 class View(NamedTuple):

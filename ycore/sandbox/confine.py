@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import ycore
 from ycore.run.reports import RUN_MARKER, kill_tree
-from ycore.sandbox import MIB, Confinement, Level, Limits, View
+from ycore.sandbox import Confinement, Level, Limits, View
 from ycore.sandbox.namespaces import SCRATCH, bwrap_command
 from ycore.sandbox.stage import (
     CAP_DAC_OVERRIDE,
@@ -121,7 +121,6 @@ _PASSED_ON = frozenset(
     {"LANG", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHASHSEED", "OMP_NUM_THREADS"}
 )
 _WITH_NETWORK = frozenset({"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"})
-_SHARED_MEMORY = 16 * MIB
 
 
 class Launch(NamedTuple):
@@ -166,10 +165,7 @@ def confined_launch(
     steps = stage_steps(confinement.level, view, limits, uid, python=python)
     scratch = None
     if confinement.level is Level.NAMESPACES:
-        steps["tmpfs"] = {
-            str(SCRATCH): (limits.scratch, limits.files - limits.shared_files),
-            "/dev/shm": (_SHARED_MEMORY, limits.shared_files),
-        }
+        steps["mounts"] = limits.mounts
     else:
         # The guardian knows scratch folders by this name.
         scratch = Path(tempfile.mkdtemp(prefix=f"ycore-{run_id}-scratch-"))
@@ -220,7 +216,7 @@ def stage_steps(
             has_own_user=uid is not None,
         )
     return StageSteps(
-        tmpfs={},
+        mounts={},
         files=_readable_files(view, python) if level is Level.LANDLOCK else None,
         scratch="",
         limits=asdict(limits),

@@ -284,11 +284,10 @@ def _renumber(fds: Sequence[int], report: int) -> int:
 def _mount_all(limits: Limits, kept: Sequence[str]) -> None:
     """Mount empty, bounded folders in memory over what earlier programs could write to, and nothing in /proc."""
     flags = MS_NOSUID | MS_NODEV
-    num_files = limits.files - limits.shared_files
-    scratch = f"size={limits.scratch},nr_inodes={num_files},mode=1777"
     mount("none", "/", None, _MS_REC | _MS_PRIVATE, "")
     paths = {path: os.open(path, os.O_PATH) for path in kept}
-    mount("tmpfs", "/tmp", "tmpfs", flags, scratch)
+    for folder, options in limits.mounts.items():
+        mount("tmpfs", folder, "tmpfs", flags, options)
     for path, descriptor in paths.items():  # Python's own, where it lies in /tmp
         is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
         os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
@@ -296,13 +295,6 @@ def _mount_all(limits: Limits, kept: Sequence[str]) -> None:
             os.mknod(path)
         mount(f"/proc/self/fd/{descriptor}", path, None, _MS_BIND | _MS_REC, "")
         os.close(descriptor)
-    mount(
-        "tmpfs",
-        "/dev/shm",
-        "tmpfs",
-        flags,
-        f"size=16m,nr_inodes={limits.shared_files},mode=1777",
-    )
     mount("tmpfs", "/proc", "tmpfs", flags | _MS_RDONLY, "size=4k,nr_inodes=2")
     os.chdir("/tmp")
 

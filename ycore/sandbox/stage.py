@@ -80,7 +80,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 class StageSteps(TypedDict):
     """The steps before foreign code runs."""
 
-    tmpfs: dict[str, tuple[int, int]]  # folder: bytes, files
+    mounts: dict[str, str]  # folders in memory that bwrap has made: what bounds them
     files: list[str] | None  # what Landlock lets it read; None where Landlock has no part
     scratch: (
         str  # its folder, the one that Landlock lets it write in; empty where that is in memory
@@ -106,8 +106,7 @@ def take_steps(steps: StageSteps) -> None:
 
     The process has one thread. Nothing of this can be undone.
     """
-    for folder, (size, files) in steps["tmpfs"].items():  # bwrap bounds its bytes alone
-        options = f"size={size},nr_inodes={files}"
+    for folder, options in steps["mounts"].items():  # bwrap bounds their bytes alone
         mount(None, folder, None, MS_NOSUID | MS_NODEV | _MS_REMOUNT, options)
     limits = Limits(**steps["limits"])
     ruleset = None

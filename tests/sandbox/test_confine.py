@@ -81,7 +81,7 @@ def test_root_becomes_another_user_wholly_or_not_at_all(
 ) -> None:
     monkeypatch.setattr(stage, "capabilities", lambda: rights)
     monkeypatch.setattr(confine, "closed_path", lambda _paths, roots: closed)
-    steps = confine.stage_steps(Level.NONE, View(), Limits(), 61184, python=[])
+    steps = confine.stage_steps(Level.NONE, View(), Limits(), 61184)
     assert (steps["uid"], steps["keep"]) == (uid, keep)
     assert rights >> CAP_SETUID & rights >> CAP_SETGID & 1 or uid is None
 
@@ -98,7 +98,7 @@ def test_a_container_leaves_one_right_to_read_what_is_closed(
 
 
 def bound(view: View, *python: Path) -> list[str]:
-    return bwrap_command(["true"], view, as_root=True, python=python)
+    return bwrap_command(["true"], view._replace(read=(*python, *view.read)))
 
 
 @pytest.fixture(autouse=True)

@@ -114,7 +114,7 @@ def tests() -> Iterator[CallClient]:
     thread.start()
     client = client_of(mine)
     yield client
-    client._connection.close()
+    client._connection._connection.close()
     thread.join(60.0)
     assert not thread.is_alive()
 

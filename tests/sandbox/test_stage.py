@@ -55,10 +55,8 @@ def start(
 ) -> subprocess.Popen[str]:
     (folder / "confined_code.py").write_text(code)
     view = view or View()
-    view = View(read=(*view.read, folder), hidden=view.hidden, working=view.working)
-    steps = stage_steps(
-        Level.LANDLOCK, view, Limits(**(limits or {})), UID, python=python_paths()
-    )
+    view = view._replace(read=(*python_paths(), *view.read, folder))
+    steps = stage_steps(Level.LANDLOCK, view, Limits(**(limits or {})), UID)
     paths = [str(folder), *(entry for entry in sys.path if os.path.isabs(entry))]
     line = [
         sys.executable,

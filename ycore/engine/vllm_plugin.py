@@ -37,7 +37,8 @@ _OF_TOWER = ("embeddings.", "encoder.", "post_layernorm.", "head.")
 
 def register() -> None:
     if os.environ.get(FORKED) == "1":
-        _fork_the_core()
+        core = importlib.import_module("vllm.v1.engine.utils")
+        core.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
     if os.environ.get(SIGHTED) == "1":
         use_pillow()
         _rename_tower()
@@ -62,11 +63,6 @@ class WeightFiles:
             async for chunk in Request(scope, receive).stream():
                 file.write(chunk)
         await JSONResponse(str(self._folder))(scope, receive, send)
-
-
-def _fork_the_core() -> None:
-    core = importlib.import_module("vllm.v1.engine.utils")
-    core.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
 
 
 @cache

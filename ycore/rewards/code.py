@@ -79,6 +79,11 @@ class CodeSettings(Strict):
     ] = ()  # that programs and tests may import beside the standard library
     tolerance: NonNegativeFloat = 1e-6  # of numbers in outputs and returned values
 
+    @property
+    def columns(self) -> Sequence[str]:
+        """The columns that may hold the tests."""
+        return TEST_COLUMNS if self.tests is None else (self.tests,)
+
 
 @dataclass(frozen=True)
 class UnitTests:
@@ -94,9 +99,6 @@ class UnitTests:
     given: str = ""
     calls: tuple[tuple[list[Any], Any], ...] = ()
     is_wrapped: bool = False
-
-    def __len__(self) -> int:
-        return len(self.tests) + len(self.calls)
 
     def request(self, settings: CodeSettings) -> JsonObject:
         """Return the tests as the sandbox reads them (`sandbox.unit_tests`)."""
@@ -118,9 +120,6 @@ class StdioTests:
 
     pairs: tuple[tuple[str, str], ...]
 
-    def __len__(self) -> int:
-        return len(self.pairs)
-
 
 def check_tests(spec: RewardConfig, columns: Sequence[str], rows: Iterable[Prompt]) -> None:
     """Raise RewardError for a dataset without tests, or for the first row whose tests cannot be read."""
@@ -128,11 +127,10 @@ def check_tests(spec: RewardConfig, columns: Sequence[str], rows: Iterable[Promp
     for package in settings.packages:
         if importlib.util.find_spec(package) is None:
             raise RewardError(f"reward {CODE!r}: the package {package!r} is not installed here")
-    wanted = TEST_COLUMNS if settings.tests is None else (settings.tests,)
-    if not set(wanted) & set(columns):
+    if not set(settings.columns) & set(columns):
         listed = ", ".join(sorted(columns)) or "no columns"
         raise RewardError(
-            f"reward {CODE!r} needs a column with tests ({' or '.join(wanted)}), and the dataset has {listed}; "
+            f"reward {CODE!r} needs a column with tests ({' or '.join(settings.columns)}), and the dataset has {listed}; "
             "name it with args: {tests: COLUMN}"
         )
     for prompt in rows:
@@ -154,7 +152,7 @@ def row_tests(prompt: Prompt, settings: CodeSettings) -> UnitTests | StdioTests:
     TACO), as LiveCodeBench's public and private test cases, and as a list under `test_cases` (PrimeIntellect).
     """
     columns = prompt.columns
-    names = TEST_COLUMNS if settings.tests is None else (settings.tests,)
+    names = settings.columns
     name = next((name for name in names if columns.get(name) not in (None, "", [], {})), None)
     if name is None:
         raise ValueError(f"no tests in {' or '.join(names)}")

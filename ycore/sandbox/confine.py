@@ -156,13 +156,13 @@ def confined_launch(
     `name` tells one confined process of a run from another: where ycore is root, each is another user.
     """
     view = confinement.view
+    view = view._replace(read=(*python_paths(), *view.read))
     limits = confinement.limits
     run_id = confinement.run_id
     uid = None
     if os.geteuid() == 0 and confinement.level is not Level.NONE:
         uid = FIRST_UID + zlib.crc32(f"{run_id} {os.getpid()} {name}".encode()) % NUM_UIDS
-    python = python_paths()
-    steps = stage_steps(confinement.level, view, limits, uid, python=python)
+    steps = stage_steps(confinement.level, view, limits, uid)
     scratch = None
     if confinement.level is Level.NAMESPACES:
         steps["mounts"] = limits.mounts
@@ -174,10 +174,10 @@ def confined_launch(
             os.chown(scratch, steps["uid"], steps["uid"])
     command = [*_stage_command(steps), module, *arguments]
     if scratch is None:
-        command = bwrap_command(command, view, as_root=uid is not None, python=python)
+        command = bwrap_command(command, view)
     return Launch(
         command,
-        confined_environment(view, run_id=run_id, scratch=scratch or SCRATCH),
+        confined_environment(confinement.view, run_id=run_id, scratch=scratch or SCRATCH),
         working=scratch and (view.working or scratch),
         scratch=scratch,
     )
@@ -187,19 +187,16 @@ def _stage_command(steps: StageSteps) -> list[str]:
     return [sys.executable, "-P", "-m", "ycore.sandbox.stage", json.dumps(steps)]
 
 
-def stage_steps(
-    level: Level, view: View, limits: Limits, uid: int | None, *, python: Sequence[Path]
-) -> StageSteps:
-    """Return the steps of a process that sees `view` and `python`; where there is a scratch folder, it is named later.
+def stage_steps(level: Level, view: View, limits: Limits, uid: int | None) -> StageSteps:
+    """Return the steps of a process that sees `view`; where there is a scratch folder, it is named later.
 
     A user of its own keeps a right to read where something of these is closed to others. At `none`, root stays root
     where no other user could read it, or become one.
     """
-    readable = (*python, *view.read)
     keep = None
     # In namespaces, what lies above is made anew, open to all.
-    roots = readable if level is Level.NAMESPACES else ()
-    if uid is not None and closed_path(readable, roots=roots) is not None:
+    roots = view.read if level is Level.NAMESPACES else ()
+    if uid is not None and closed_path(view.read, roots=roots) is not None:
         keep = _reading_right() if level is Level.LANDLOCK else CAP_DAC_READ_SEARCH
     if level is Level.NONE:
         if uid is None or missing_rights(keep):
@@ -217,7 +214,7 @@ def stage_steps(
         )
     return StageSteps(
         mounts={},
-        files=_readable_files(view, python) if level is Level.LANDLOCK else None,
+        files=_readable_files(view) if level is Level.LANDLOCK else None,
         scratch="",
         limits=asdict(limits),
         uid=uid,
@@ -227,7 +224,7 @@ def stage_steps(
     )
 
 
-def _readable_files(view: View, python: Iterable[Path]) -> list[str]:
+def _readable_files(view: View) -> list[str]:
     """Return the files and folders to read at the level `landlock`, as the stage takes them.
 
     Landlock has no rule that takes back what another gives. So a folder with something hidden in it is given by its
@@ -235,7 +232,7 @@ def _readable_files(view: View, python: Iterable[Path]) -> list[str]:
     """
     system = map(Path, (*_SYSTEM, *DEVICES))
     hidden = frozenset(path.resolve() for path in view.hidden)
-    readable = [path.resolve() for path in (*system, *python, *view.read) if path.exists()]
+    readable = [path.resolve() for path in (*system, *view.read) if path.exists()]
     return sorted({name for path in readable for name in _around(path, hidden)})
 
 

@@ -57,14 +57,13 @@ def bwrap_command(
     program: Sequence[str],
     view: View,
     *,
-    as_root: bool,
-    python: Sequence[Path],
     hosts_programs: bool = False,
 ) -> list[str]:
     """Return the command line that runs `program` confined to `view`.
 
+    Where ycore's user is root, it begins as root with the few rights that its first steps need.
+
     Args:
-        as_root: ycore's user is root. The program then begins as root with the few rights that its first steps need.
         hosts_programs: the program is the server that makes further namespaces: it may, and it has a /proc.
 
     Raises:
@@ -83,14 +82,14 @@ def bwrap_command(
         "--unshare-cgroup-try",
     ]
     line += [] if view.network else ["--unshare-net"]
-    line += [] if as_root else ["--unshare-user"]
+    line += [] if os.geteuid() == 0 else ["--unshare-user"]
     line += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]
     for capability in (*_SETUP, *(("CAP_KILL",) if hosts_programs else ())):
         line += ["--cap-add", capability]
     line += _system(network=view.network)
     line += ["--perms", "1777", "--tmpfs", str(SCRATCH)]
     line += _devices(gpus=view.devices)
-    line += _binds((*python, *view.read), view.hidden)
+    line += _binds(view.read, view.hidden)
     line += ["--proc", "/proc"] if hosts_programs or view.devices else []
     line += ["--ro-bind-try", "/sys", "/sys"] if view.devices else []
     line += ["--chdir", str(view.working or SCRATCH), "--remount-ro", "/"]

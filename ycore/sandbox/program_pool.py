@@ -378,25 +378,22 @@ def server_command(
     level: Level, limits: Limits, packages: Sequence[str], *, number: int, run_id: str
 ) -> list[str]:
     """Return the command that starts server `number`: in bubblewrap's namespaces, or plainly at another level."""
-    is_root = os.geteuid() == 0
-    uid = FIRST_UID + (os.getpid() * 16 + number * 2) % NUM_UIDS if is_root else None
+    uid = None
+    if os.geteuid() == 0:
+        uid = FIRST_UID + (os.getpid() * 16 + number * 2) % NUM_UIDS
     standard = [
         entry
         for entry in sys.path
         if entry.startswith(sys.base_prefix) and "-packages" not in entry
     ]
     site = site_packages() if packages else []
-    python = python_paths(packages=bool(packages))
     view = sources_view() if packages else View()
+    view = view._replace(read=(*python_paths(packages=bool(packages)), *view.read))
     package = Path(__file__).absolute().parents[1]
-    shown = [
-        path
-        for path in (*python, *view.read)
-        if path.is_relative_to(SCRATCH) and path != package
-    ]
+    shown = [path for path in view.read if path.is_relative_to(SCRATCH) and path != package]
     prefix = f"ycore-{run_id}-scratch-"  # the guardian knows scratch folders by this name
     settings = ServerSettings(
-        steps=stage_steps(level, view, limits, uid, python=python),
+        steps=stage_steps(level, view, limits, uid),
         prefix=os.path.join(tempfile.gettempdir(), prefix),
         path=standard,
         site=site,
@@ -410,4 +407,4 @@ def server_command(
     server = [sys.executable, "-P", "-s", "-S", "-B", "-c", code, json.dumps(settings)]
     if level is not Level.NAMESPACES:
         return server
-    return bwrap_command(server, view, as_root=is_root, python=python, hosts_programs=True)
+    return bwrap_command(server, view, hosts_programs=True)

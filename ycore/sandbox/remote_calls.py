@@ -94,9 +94,6 @@ class ProgramConnection:
                 raise Gone
         return message
 
-    def close(self) -> None:
-        self._connection.close()
-
     @contextmanager
     def _still_there(self) -> Iterator[None]:
         """Raise Gone for what goes wrong, and for everything after that."""

@@ -171,7 +171,7 @@ class CodeScorer(Scorer):
             if not right and self.settings.credit == "all":
                 break
         self.meter.note(worst)
-        share = passed / len(tests)
+        share = passed / len(tests.pairs)
         return Score(share if self.settings.credit == "share" else float(share == 1.0))
 
 

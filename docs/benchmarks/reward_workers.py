@@ -12,7 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
+from ycore.config.schema import RewardConfig, RewardSettings, RunConfig, SandboxSettings
+from ycore.run.files import RunFolder
 from ycore.sandbox.level import choose_level
 from ycore.scoring.scoring import RewardPool
 
@@ -22,13 +23,15 @@ NUM_CALLS = 500
 
 async def measure(level: str, folder: Path) -> tuple[float, list[float]]:
     """Return the seconds until one worker is ready, and those of each call."""
-    pool = RewardPool(
-        [RewardConfig(reward=f"{folder / 'length.py'}:length")],
-        settings=RewardSettings(workers=1),
+    config = RunConfig(
+        model="none",
+        dataset="none",
+        output=str(folder / "run"),
+        rewards=[RewardConfig(reward=f"{folder / 'length.py'}:length")],
+        reward_workers=RewardSettings(workers=1),
         sandbox=SandboxSettings.model_validate({"level": level}),
-        log=folder / "rewards.log",
-        run_id="benchmark",
     )
+    pool = RewardPool(config, RunFolder(Path(config.output)), config.rewards)
     offered = {
         "prompts": ["?"] * 8,
         "completions": ["x" * 2000] * 8,

@@ -39,15 +39,7 @@ def work(root: Path) -> None:
 
 async def _score(folder: RunFolder, config: RunConfig, stop: threading.Event) -> None:
     metrics = MetricsWriter(folder.metrics)
-    pool = RewardPool(
-        config.rewards,
-        settings=config.reward_workers,
-        log=folder.log("rewards"),
-        run_id=folder.run_id,
-        sandbox=config.sandbox,
-        run_folder=folder.root,
-    )
-    async with pool:
+    async with RewardPool(config, folder, config.rewards) as pool:
         for step in range(1, config.steps + 1):
             if stop.is_set():
                 raise Interrupted(f"stopped after step {step - 1}")

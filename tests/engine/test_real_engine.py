@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.rollout.talks import rules_alone
+from tests.scoring.pools import pool_in
 from tests.tiny_model import write_tiny_model
 from ycore.config.schema import RewardConfig, RewardSettings, RunConfig
 from ycore.engine import SamplingParams, WeightSource, vllm_engine
@@ -38,7 +39,6 @@ from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.files import RunFolder
-from ycore.scoring.scoring import RewardPool
 from ycore.types import Completion, Draw, Group, Prompt
 
 pytestmark = [
@@ -210,11 +210,10 @@ def train(
     rounds = Controller(
         engines=[engine_at(server)],
         scoring=rules_alone(
-            RewardPool(
-                [RewardConfig(reward="their_rewards.py:spread")],
+            pool_in(
+                tmp_path / "run",
+                RewardConfig(reward="their_rewards.py:spread"),
                 settings=RewardSettings(workers=1),
-                log=tmp_path / "rewards.log",
-                run_id="test-vllm",
             )
         ),
         draws=DrawSource(
@@ -522,12 +521,12 @@ def test_the_openai_client_is_answered_as_an_environment_inside_is(
         "output": "run",
         "rewards": [{"reward": "environment"}],
     }
-    where: Any = {"log": tmp_path / "log", "run_id": "t", "run_folder": tmp_path / "run"}
+    folder = RunFolder(tmp_path / "run")
     limits = TurnLimits(3, 200, turn_tokens=24, max_prompt_tokens=50)
     slow: Any = {"call_s": 60, "completion_s": 280}
-    pool = ToolPool(RunConfig(**settings, env="world.py:World", turns=slow), **where)
+    pool = ToolPool(RunConfig(**settings, env="world.py:World", turns=slow), folder)
     agents = AgentPool(
-        RunConfig(**settings, agent=f"{sys.executable} my_agent.py", turns=slow), **where
+        RunConfig(**settings, agent=f"{sys.executable} my_agent.py", turns=slow), folder
     )
     kinds = [
         MultiTurnWriter(lambda _: inside, pool, limits, pays=False),
@@ -675,11 +674,10 @@ def test_each_token_of_a_stream_has_its_versions_logprob(
         folders.append(folder)
     (tmp_path / "spread.py").write_text(REWARD)
     rules = Rules(group_size=2, seed=1, reward_weights=(1.0,))
-    pool = RewardPool(
-        [RewardConfig(reward=f"{tmp_path}/spread.py:spread")],
+    pool = pool_in(
+        tmp_path / "run",
+        RewardConfig(reward=f"{tmp_path}/spread.py:spread"),
         settings=RewardSettings(workers=1, deadline_s=30),
-        log=tmp_path / "rewards.log",
-        run_id="test-stream",
     )
     in_flight = InFlight(
         lambda ids: str(len(ids)), max_tokens=200, max_age=3, seed=1, group_size=2, streams=True

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.scoring.pools import rows_of
+from tests.scoring.pools import pool_in, rows_of
 from ycore.config.schema import RewardConfig, RewardSandbox, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
 from ycore.rewards.worker_client import check_reward
+from ycore.run.files import RunFolder
 from ycore.sandbox import Confinement, Level, Limits, confined_worker, namespaces
 from ycore.sandbox.confined_worker import ConfinedWorker
 from ycore.sandbox.level import level_refusal
@@ -220,13 +221,11 @@ def pool_of(
     deadline_s: float = 30.0,
     memory_gib: float = 4.0,
 ) -> RewardPool:
-    return RewardPool(
-        specs,
+    return pool_in(
+        Path("runs/one"),
+        *specs,
         settings=RewardSettings(workers=workers, deadline_s=deadline_s, memory_gib=memory_gib),
-        sandbox=SandboxSettings.model_validate({"level": level}),
-        run_folder=Path("runs/one"),
-        log=Path("runs/one/rewards.log"),
-        run_id="test-confined",
+        level=level,
     )
 
 
@@ -269,7 +268,7 @@ def test_honest_rewards_work(folder: Path, level: str) -> None:
     (folder / "theirs.py").write_text(text)
     assert all(outcome is True for outcome in outside(folder, "honest").values())
     scores = scores_of(pool_of(RewardConfig(reward="theirs.py:honest"), level=level), ["a"])
-    assert scores == [[[Score(1.0)]]], (folder / "runs/one/rewards.log").read_text()
+    assert scores == [[[Score(1.0)]]], (folder / "runs/one/logs/rewards.log").read_text()
 
 
 def test_the_check_before_a_run_is_confined_too(
@@ -432,7 +431,8 @@ def hog(completions, how, **columns):
 @pytest.mark.parametrize("level", LEVELS)
 def test_memory_disk_files_and_output_are_bounded(folder: Path, level: str) -> None:
     (folder / "hogs.py").write_text(HOGS)
-    log = folder / "runs/one/rewards.log"
+    log = RunFolder(folder / "runs/one").log("rewards")
+    log.parent.mkdir()
     log.write_text("before\n")
 
     async def run() -> None:
@@ -467,21 +467,24 @@ os.execv(sys.executable, [sys.executable, "-c", sys.argv[2]])
 CHECK_AND_SCORE = """
 import asyncio, json
 from pathlib import Path
-from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
+from ycore.config.schema import RunConfig
 from ycore.rewards.worker_client import check_reward
+from ycore.run.files import RunFolder
 from ycore.scoring.scoring import RewardPool
 from ycore.sandbox.level import choose_level
-spec, log = RewardConfig(reward="numerical.py:mean"), Path("rewards.log")
+config = RunConfig(model="m", dataset="d", output="run", reward_workers={"workers": 1},
+    rewards=[{"reward": "numerical.py:mean"}])
+(spec,), folder = config.rewards, RunFolder(Path("run"))
 
 async def score():
-    async with RewardPool([spec], settings=RewardSettings(workers=1), log=log, run_id="contained") as pool:
+    async with RewardPool(config, folder, [spec]) as pool:
         offered = {"prompts": ["?"], "completions": ["a"], "completion_ids": [[1]]}
         return await pool.score(0, offered, step=0)
 
 check_reward(spec, [])
 scores = asyncio.run(score())
 print(json.dumps({"level": choose_level().level, "line": choose_level().line,
-    "value": scores[0].value, "log": log.read_text()}))
+    "value": scores[0].value, "log": folder.log("rewards").read_text()}))
 """
 
 NUMERICAL = """

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tests.rollout.talks import rules_alone
 from tests.round.test_in_flight import MAX_TOKENS, TickingEngine
+from tests.scoring.pools import pool_in
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Engine
 from ycore.errors import EngineError, YcoreError
@@ -27,7 +28,6 @@ from ycore.round.in_flight import InFlight
 from ycore.round.peers import Peers
 from ycore.round.sampling import Curriculum, DrawSource, Rules, Shard
 from ycore.round.step import Controller
-from ycore.scoring.scoring import RewardPool
 from ycore.types import Completion, Group, Prompt
 
 NUM_ROWS = 64
@@ -87,11 +87,10 @@ def make_rounds(
     rounds = make(
         engines=[engine],
         scoring=rules_alone(
-            RewardPool(
-                [RewardConfig(reward=f"{folder}/their_rewards.py:digit")],
+            pool_in(
+                folder / f"run-{peers.rank}",
+                RewardConfig(reward=f"{folder}/their_rewards.py:digit"),
                 settings=RewardSettings(workers=1, deadline_s=30),
-                log=folder / f"rewards-{peers.rank}.log",
-                run_id="test-two-ranks",
             )
         ),
         draws=DrawSource(

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.talks import rules_alone
+from tests.scoring.pools import pool_in
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Engine as BaseEngine
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.scoring.scoring import RewardPool
 from ycore.types import Completion, Finished, Prompt, Score, from_bytes, to_bytes
 
 REWARD = """
@@ -58,9 +58,7 @@ async def run_round(engine: Engine, folder: Path, *, greedy: bool) -> list[Finis
         [RewardConfig(reward=f"{folder}/their.py:digit")],
         RewardSettings(workers=1),
     )
-    async with RewardPool(
-        specs, settings=settings, log=folder / "log", run_id="test-greedy"
-    ) as pool:
+    async with pool_in(folder / "run", *specs, settings=settings) as pool:
         controller = Controller(
             engines=[engine], scoring=rules_alone(pool), draws=draws, rules=rules, peers=Peers()
         )

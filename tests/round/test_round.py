@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.rollout.talks import rules_alone
+from tests.scoring.pools import pool_in
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Engine
 from ycore.errors import EngineError, RunError
@@ -21,7 +22,6 @@ from ycore.round.meters import RoundMeter
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
-from ycore.scoring.scoring import RewardPool
 from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
 
 T = TypeVar("T")
@@ -125,9 +125,7 @@ async def run_round(
 ) -> tuple[list[Finished], RoundMeter]:
     specs = [RewardConfig(reward=f"their_rewards.py:{name}") for name in rewards]
     settings = RewardSettings(workers=2, deadline_s=10)
-    async with RewardPool(
-        specs, settings=settings, log=Path("rewards.log"), run_id="test-round"
-    ) as pool:
+    async with pool_in(Path("run"), *specs, settings=settings) as pool:
         controller = Controller(
             engines=engines,
             scoring=rules_alone(pool, num_sources=len(specs)),
@@ -225,7 +223,7 @@ def test_what_was_long_before_is_begun_first(folder: Path) -> None:
     engine = Lengthy()
     settings = RewardSettings(workers=1, deadline_s=10)
     specs = [RewardConfig(reward="their_rewards.py:same")]
-    pool = RewardPool(specs, settings=settings, log=Path("rewards.log"), run_id="test-round")
+    pool = pool_in(Path("run"), *specs, settings=settings)
     controller = Controller(
         engines=[engine],
         scoring=rules_alone(pool),

@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from tests.rollout.talks import rules_alone
+from tests.scoring.pools import pool_in
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Engine
 from ycore.errors import EngineError, Interrupted, SyncError
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller, ShareWeights
-from ycore.scoring.scoring import RewardPool
 from ycore.types import Completion, Prompt
 
 REWARDS = """
@@ -98,11 +98,10 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRounds
         rounds = Controller(
             engines=engines,
             scoring=rules_alone(
-                RewardPool(
-                    [RewardConfig(reward=f"their_rewards.py:{reward}")],
+                pool_in(
+                    tmp_path / "run",
+                    RewardConfig(reward=f"their_rewards.py:{reward}"),
                     settings=RewardSettings(workers=1, deadline_s=30),
-                    log=tmp_path / "rewards.log",
-                    run_id="test-source",
                 )
             ),
             draws=DrawSource(

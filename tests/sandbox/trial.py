@@ -25,12 +25,12 @@ from typing import Any
 from tests.sandbox.mutations import MUTATIONS
 from tests.sandbox.probes import PRELUDE, PROBES, Probe
 from tests.sandbox.targets import CANARY, LIMITS, Targets
-from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
+from tests.scoring.pools import pool_in
+from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.sandbox import Level, user_code
 from ycore.sandbox.level import LevelChoice, level_refusal
 from ycore.sandbox.program_pool import ProgramPool
 from ycore.scoring import scoring
-from ycore.scoring.scoring import RewardPool
 
 HONEST = """
 import asyncio, decimal, json, multiprocessing, os, re, sqlite3, subprocess, sys, tempfile, threading
@@ -160,13 +160,8 @@ class Trial:
         specs = [RewardConfig(reward=f"{project}/rewards/attack.py:attack")]
         settings = RewardSettings(workers=1, deadline_s=DEADLINE_S)
         results = []
-        keywords = {
-            "settings": settings,
-            "sandbox": SandboxSettings(level=level),
-            "run_folder": run,
-        }
         log = run / "logs" / "rewards.log"
-        async with RewardPool(specs, log=log, run_id="trial", **keywords) as scorer:
+        async with pool_in(run, *specs, settings=settings, level=level) as scorer:
 
             async def value_of(probe: Probe) -> tuple[float, str]:
                 offered = {

@@ -1,11 +1,32 @@
-"""The scores of all rewards of a pool."""
+"""Pools of reward workers, and the scores of all rewards of one."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ycore.config.schema import RewardConfig, RewardSettings, RunConfig, SandboxSettings
+from ycore.run.files import RunFolder
 from ycore.scoring.scoring import RewardPool
 from ycore.types import Content, Score
+
+
+def pool_in(
+    folder: Path,
+    *specs: RewardConfig,
+    settings: RewardSettings | None = None,
+    level: str = "auto",
+) -> RewardPool:
+    """Return the workers of these rewards, of a run in this folder."""
+    config = RunConfig(
+        model="m",
+        dataset="d",
+        output=str(folder),
+        rewards=[*specs],
+        reward_workers=settings or RewardSettings(),
+        sandbox=SandboxSettings.model_validate({"level": level}),
+    )
+    return RewardPool(config, RunFolder(folder), specs)
 
 
 async def rows_of(

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from PIL import Image as Pillow
 
-from tests.scoring.pools import rows_of
+from tests.scoring.pools import pool_in, rows_of
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import RewardError
 from ycore.placement.slots import Slots
@@ -96,7 +96,7 @@ def pool_of(
         for name in functions
     ]
     settings = RewardSettings(workers=workers, deadline_s=deadline_s)
-    return RewardPool(specs, settings=settings, log=Path("logs/rewards.log"), run_id="test-run")
+    return pool_in(Path("run"), *specs, settings=settings)
 
 
 async def score(pool: RewardPool, completions: list[Any], **columns: Any) -> list[list[Score]]:
@@ -183,13 +183,7 @@ def test_a_reward_gets_pictures_and_sees_nothing_else_of_the_run(folder: Path) -
     image = store.put(png_of(Pillow.new("RGB", (2, 2), (200, 0, 0))), "row 0")
     run.config.write_text("{}")
     spec = RewardConfig(reward="their_rewards.py:sees")
-    pool = RewardPool(
-        [spec],
-        settings=RewardSettings(),
-        log=Path("rewards.log"),
-        run_id="r",
-        run_folder=run.root,
-    )
+    pool = pool_in(run.root, spec)
     prompt = Prompt(
         0, [{"role": "user", "content": f"{IMAGE_MARK}Which colour?"}], {}, (image,)
     )
@@ -254,7 +248,7 @@ def test_printing_reading_and_forking_cannot_touch_the_protocol(
 
     assert bounded(run()) == [[[Score(1.0)], [Score(1.0)]], [[Score(1.0)]]]
     if text == "print":
-        log = (folder / "logs/rewards.log").read_text()
+        log = (folder / "run/logs/rewards.log").read_text()
         assert "x" * 100_000 in log and "from a child" in log
     assert alive(folder) == []
 
@@ -365,11 +359,13 @@ def test_a_cancelled_call_does_not_answer_the_next(folder: Path) -> None:
 def test_workers_die_with_a_parent_that_is_killed(folder: Path) -> None:
     code = (
         "import asyncio, pathlib, sys\n"
-        "from ycore.config.schema import RewardConfig, RewardSettings\n"
+        "from ycore.config.schema import RunConfig\n"
+        "from ycore.run.files import RunFolder\n"
         "from ycore.scoring.scoring import RewardPool\n"
+        "config = RunConfig(model='m', dataset='d', output='run', reward_workers={'workers': 1},\n"
+        "                   rewards=[{'reward': 'their_rewards.py:by_text'}])\n"
         "async def main():\n"
-        "    pool = RewardPool([RewardConfig(reward='their_rewards.py:by_text')], settings=RewardSettings(workers=1),\n"
-        "                      log=pathlib.Path('log'), run_id='x')\n"
+        "    pool = RewardPool(config, RunFolder(pathlib.Path('run')), config.rewards)\n"
         "    await pool.start()\n"
         "    print('started', flush=True)\n"
         "    offered = {'prompts': ['?'], 'completions': ['read'], 'completion_ids': [[1]]}\n"
@@ -423,9 +419,7 @@ def test_a_daemon_that_left_every_group_ends_with_the_worker_and_with_the_check(
 
     async def work() -> None:
         settings = RewardSettings(workers=1)
-        async with RewardPool(
-            [spec], settings=settings, log=tmp_path / "log", run_id="daemons"
-        ):
+        async with pool_in(tmp_path / "run", spec, settings=settings):
             assert living(), "the reward had started none"
 
     asyncio.run(work())

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, Typ
 
 from ycore.config.schema import (
     RewardConfig,
-    RewardSettings,
     RunConfig,
-    SandboxSettings,
     ScoredConfig,
     Width,
 )
@@ -34,7 +32,7 @@ from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import SlotLease, Slots
 from ycore.rewards.answers import without_thinking
 from ycore.rewards.loading import IN_THINKING, Inputs
-from ycore.rewards.worker_client import AUTO, RewardWorker, check_reward, reward_confinement
+from ycore.rewards.worker_client import RewardWorker, check_reward, reward_confinement
 from ycore.run.files import NO_IMAGES, ImageStore, RunFolder
 from ycore.run.metrics import CountMeter, Meter
 from ycore.run.tasks import together
@@ -339,43 +337,37 @@ class _Caller(NamedTuple):
 
 
 class RewardPool:
-    """Example: `async with RewardPool(specs, settings=..., log=..., run_id=...) as pool: await pool.score(...)`.
+    """Example: `async with RewardPool(config, folder, specs) as pool: await pool.score(0, offered, step=1)`.
 
-    Belongs to one event loop; its workers end with the thread that runs it. Rewards that may see or reach different
-    things are never in one process.
+    Belongs to one event loop; its workers end with the thread that runs it. They see the run's images, and nothing else
+    of it. Rewards that may see or reach different things are never in one process.
     """
 
     def __init__(
-        self,
-        specs: Sequence[RewardConfig],
-        *,
-        settings: RewardSettings,
-        log: Path,
-        run_id: str,
-        sandbox: SandboxSettings = AUTO,
-        run_folder: Path | None = None,
+        self, config: ScoredConfig, folder: RunFolder, specs: Sequence[RewardConfig]
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            log: takes what the workers and the rewards print.
-            run_id: marks the workers' environment, and decides their users where ycore is root.
-            run_folder: what the rewards must not see.
-        """
+        """Start nothing yet. `specs` are those of the run's rewards that the workers call."""
+        settings = config.reward_workers
         self._deadline_s = settings.deadline_s
         self._workers: list[RewardWorker] = []
         self._starting = asyncio.Lock()
         self._restarts_reported = 0
-        self.level = choose_level(sandbox.level).level
+        self.level = choose_level(config.sandbox.level).level
         self._callers: dict[int, _Caller] = {}
         for number, sources in enumerate(_by_sandbox(specs)):
             group = [specs[source] for source in sources]
             idle = asyncio.Queue[RewardWorker]()
             confinement = reward_confinement(
-                group, settings=settings, sandbox=sandbox, run_folder=run_folder, run_id=run_id
+                group,
+                settings=settings,
+                sandbox=config.sandbox,
+                run_folder=folder.root,
+                run_id=folder.run_id,
             )
             for slot in range(settings.workers):
-                worker = RewardWorker(group, confinement, log=log, name=f"{number}.{slot}")
+                worker = RewardWorker(
+                    group, confinement, log=folder.log("rewards"), name=f"{number}.{slot}"
+                )
                 self._workers.append(worker)
                 idle.put_nowait(worker)
             for index, source in enumerate(sources):
@@ -534,16 +526,9 @@ def rule_scorers(
     specs: Mapping[int, RewardConfig],
     kind: type[RuleScorer] = RuleScorer,
 ) -> dict[int, RuleScorer]:
-    """Return a scorer of each reward function. All share workers, which see the run's images, and nothing else of it."""
+    """Return a scorer of each reward function. All share workers."""
     if not specs:
         return {}
-    pool = RewardPool(
-        list(specs.values()),
-        settings=config.reward_workers,
-        log=folder.log("rewards"),
-        run_id=folder.run_id,
-        sandbox=config.sandbox,
-        run_folder=folder.root,
-    )
+    pool = RewardPool(config, folder, list(specs.values()))
     images = ImageStore(folder.images)
     return {source: kind(pool, place, images) for place, source in enumerate(specs)}

@@ -157,16 +157,13 @@ def confined_launch(
     """
     view = confinement.view
     view = view._replace(read=(*python_paths(), *view.read))
-    limits = confinement.limits
     run_id = confinement.run_id
     uid = None
     if os.geteuid() == 0 and confinement.level is not Level.NONE:
         uid = FIRST_UID + zlib.crc32(f"{run_id} {os.getpid()} {name}".encode()) % NUM_UIDS
-    steps = stage_steps(confinement.level, view, limits, uid)
+    steps = stage_steps(confinement.level, view, confinement.limits, uid)
     scratch = None
-    if confinement.level is Level.NAMESPACES:
-        steps["mounts"] = limits.mounts
-    else:
+    if confinement.level is not Level.NAMESPACES:
         # The guardian knows scratch folders by this name.
         scratch = Path(tempfile.mkdtemp(prefix=f"ycore-{run_id}-scratch-"))
         steps["scratch"] = str(scratch)
@@ -213,7 +210,6 @@ def stage_steps(level: Level, view: View, limits: Limits, uid: int | None) -> St
             has_own_user=uid is not None,
         )
     return StageSteps(
-        mounts={},
         files=_readable_files(view) if level is Level.LANDLOCK else None,
         scratch="",
         limits=asdict(limits),

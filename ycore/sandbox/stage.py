@@ -80,7 +80,6 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 class StageSteps(TypedDict):
     """The steps before foreign code runs."""
 
-    mounts: dict[str, str]  # folders in memory that bwrap has made: what bounds them
     files: list[str] | None  # what Landlock lets it read; None where Landlock has no part
     scratch: (
         str  # its folder, the one that Landlock lets it write in; empty where that is in memory
@@ -106,9 +105,10 @@ def take_steps(steps: StageSteps) -> None:
 
     The process has one thread. Nothing of this can be undone.
     """
-    for folder, options in steps["mounts"].items():  # bwrap bounds their bytes alone
-        mount(None, folder, None, MS_NOSUID | MS_NODEV | _MS_REMOUNT, options)
     limits = Limits(**steps["limits"])
+    if steps["in_namespaces"]:  # bwrap bounds the bytes of these folders alone
+        for folder, options in limits.mounts.items():
+            mount(None, folder, None, MS_NOSUID | MS_NODEV | _MS_REMOUNT, options)
     ruleset = None
     if steps["files"] is not None:
         # The kernel counts the processes of a user, whose others come and go; the limit is of this tree's, which the

@@ -12,7 +12,7 @@ import pytest
 
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
-from ycore.rollout.agents import AgentCall, AgentExit, AgentPool, RunningAgent, check_agent
+from ycore.rollout.agents import AgentExit, AgentPool, RunningAgent, check_agent
 from ycore.rollout.tool_pool import OutOfTime
 from ycore.run.files import RunFolder
 from ycore.sandbox import Level
@@ -105,17 +105,15 @@ def test_an_agent_sees_its_row_and_its_address_and_nothing_else(
 ) -> None:
     async def work(run: RunningAgent) -> Any:
         first = await run.next()
-        assert isinstance(first, AgentCall)
-        second = await run.next({"number": first.number, "status": 200, "body": {}})
-        assert isinstance(second, AgentCall)
+        assert not isinstance(first, AgentExit)
+        second = await run.next((200, {}))
+        assert not isinstance(second, AgentExit)
         message = {"role": "assistant", "content": "hi", "tool_calls": [{"id": "a"}]}
         body = {
             "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
             "usage": {"total_tokens": 3},
         }
-        return first.body["told"], await run.next(
-            {"number": second.number, "status": 200, "body": body}
-        )
+        return first["told"], await run.next((200, body))
 
     with socket.create_server(("127.0.0.1", 0)) as outside:
         reports, end = play("python agent.py all", work, port=outside.getsockname()[1])

@@ -21,7 +21,7 @@ from ycore.advantages import ESTIMATORS
 from ycore.config.schema import RunConfig
 from ycore.engine import Engine as BaseEngine
 from ycore.errors import ConfigError
-from ycore.rollout.agents import AgentCall, AgentExit, AgentPool, AgentWriter, read_request
+from ycore.rollout.agents import AgentExit, AgentPool, AgentWriter, read_request
 from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import OutOfTime, ToolPool, ToolSet, describe_tools
 from ycore.rollout.turns import GroupStart, MultiTurnWriter, SingleTurnWriter, TurnLimits
@@ -89,16 +89,12 @@ class Scripted:
 
     async def next(self, reply: Any = None) -> Any:
         if reply is not None:
-            self.statuses.append(reply["status"])
-            self.answers.append(reply["body"])
+            self.statuses.append(reply[0])
+            self.answers.append(reply[1])
         act = self.acts.pop(0)
         if isinstance(act, Exception):
             raise act
-        return (
-            act
-            if isinstance(act, AgentExit)
-            else AgentCall(len(self.answers), act(self.answers))
-        )
+        return act if isinstance(act, AgentExit) else act(self.answers)
 
 
 def said(answers: list[Any]) -> Any:

@@ -4,11 +4,10 @@ It imports the standard library alone, starts the agent's command, and serves th
 goes to the trainer as JSON lines on the process' socket, so that nothing listens outside of the sandbox. The first line
 is `{"nonce", "command", "variables"}`, answered by `{"nonce", "ready": true}`, or `{"nonce", "error": line}` where the
 command cannot be started. Each later line is `{"nonce", "reply"}`, the answer of the last call if there is one. It is
-answered by the next event: `{"nonce", "value": {"call", "body"}}`, or `{"exit", "paid"}` once the agent has ended.
+answered by the next event: `{"nonce", "value": {"body"}}` of a call, or `{"exit", "paid"}` once the agent has ended.
 """
 
 import hmac
-import itertools
 import json
 import os
 import queue
@@ -32,6 +31,9 @@ _WAIT_S = 3600.0  # for an answer; the trainer's own deadlines are shorter
 Reply = tuple[int, JsonObject]
 """A status, and a body."""
 
+ReplyQueue = queue.Queue[Reply]
+"""Takes the reply to a call."""
+
 
 class ChatServer(ThreadingHTTPServer):
     """The address: each call waits in its thread until the trainer has answered it."""
@@ -41,23 +43,16 @@ class ChatServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _ChatHandler)
         self.key = f"sk-{secrets.token_hex(16)}"
-        self.events: queue.Queue[JsonObject] = queue.Queue()
-        self._waiting: dict[int, queue.Queue[Reply]] = {}
-        self._numbers = itertools.count(1)
+        self.events: queue.Queue[tuple[JsonObject, ReplyQueue]] = queue.Queue()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
     def ask(self, body: JsonObject) -> Reply:
-        answer: queue.Queue[Reply] = queue.Queue()
-        number = next(self._numbers)
-        self._waiting[number] = answer
-        self.events.put({"call": number, "body": body})
+        answer = ReplyQueue()
+        self.events.put(({"body": body}, answer))
         return answer.get(timeout=_WAIT_S)
-
-    def answer(self, number: int, status: int, body: JsonObject) -> None:
-        self._waiting.pop(number).put((status, body))
 
 
 class _ChatHandler(BaseHTTPRequestHandler):
@@ -144,7 +139,7 @@ def start_agent(first: JsonObject, server: ChatServer) -> None:
         paid = None
         if reward_file.is_file():
             paid = reward_file.read_text(errors="replace")[:_MAX_PAID]
-        server.events.put({"exit": code, "paid": paid})
+        server.events.put(({"exit": code, "paid": paid}, ReplyQueue()))
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -160,10 +155,11 @@ def main() -> None:
         channel.reply(ready=True)
     except (OSError, ValueError) as error:
         return channel.reply(error=" ".join(str(error).split())[:300])
+    answer = ReplyQueue()
     for request in requests:
-        if request["reply"] is not None:
-            server.answer(**request["reply"])
-        channel.reply(value=server.events.get())
+        answer.put(request["reply"])
+        event, answer = server.events.get()
+        channel.reply(value=event)
 
 
 if __name__ == "__main__":

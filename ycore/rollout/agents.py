@@ -30,7 +30,7 @@ from ycore.foreign import (
     foreign_word,
     read_tool,
 )
-from ycore.rollout.agent_host import MAX_BODY, MODEL
+from ycore.rollout.agent_host import MAX_BODY, MODEL, Reply
 from ycore.rollout.dialogue import Call, Dialogue
 from ycore.rollout.tool_pool import OutOfTime, turns_confinement
 from ycore.rollout.turns import (
@@ -52,13 +52,6 @@ from ycore.types import Completion, JsonObject, Prompt, Record, Score, Turn, num
 _NOT_SERVED = ("stop", "logit_bias", "functions", "function_call", "logprobs", "audio")
 _MAX_EVENT_BYTES = 3 * MAX_BODY + 4096
 """JSON takes six bytes for a character of two, and twelve for a character of four."""
-
-
-class AgentCall(NamedTuple):
-    """A call of the agent's client."""
-
-    number: int
-    body: Record
 
 
 class AgentExit(NamedTuple):
@@ -133,8 +126,8 @@ class RunningAgent(ConfinedWorker[None]):
     seconds = 0.0
     _has_begun = False
 
-    async def next(self, reply: Record | None = None) -> AgentCall | AgentExit:
-        """Return what the agent does next, after the `reply` to its last call.
+    async def next(self, reply: Reply | None = None) -> Record | AgentExit:
+        """Return the body of the agent's next call, or how it ended, after the `reply` to its last call.
 
         Raises:
             OutOfTime: it took too long.
@@ -205,10 +198,10 @@ def _require_ready(ready: object) -> None:
         raise CallFailed("no answer of an agent's process")
 
 
-def _read_event(reply: Record) -> AgentCall | AgentExit:
+def _read_event(reply: Record) -> Record | AgentExit:
     match reply.get("value"):
-        case {"call": int(number), "body": dict(body)}:
-            return AgentCall(number, body)
+        case {"body": dict(body)}:
+            return body
         case {"exit": int(code), "paid": str() | None as paid}:
             return AgentExit(code, paid)
     raise CallFailed("no answer of an agent's process: neither a call nor its end")
@@ -342,9 +335,8 @@ class AgentWriter(SingleTurnWriter):
     async def _serve(self, agent: RunningAgent, served: "_ServedCompletion") -> AgentExit:
         """Answer the agent's calls until it ends."""
         event = await agent.next()
-        while isinstance(event, AgentCall):
-            status, body = await served.answer(event.body, agent.seconds)
-            event = await agent.next({"number": event.number, "status": status, "body": body})
+        while not isinstance(event, AgentExit):
+            event = await agent.next(await served.answer(event, agent.seconds))
         return event
 
 
@@ -387,7 +379,7 @@ class _ServedCompletion:
     num_turns: int = 0
     seconds: float = 0.0
 
-    async def answer(self, body: Record, seconds: float) -> tuple[int, JsonObject]:
+    async def answer(self, body: Record, seconds: float) -> Reply:
         """Return a call's status and answer, in OpenAI's form. `seconds`: what the agent took so far."""
         try:
             request = read_request(body)

@@ -87,7 +87,7 @@ def test_a_row_without_an_answer_is_not_scored(parts: tuple[Any, Any]) -> None:
 
 
 def test_what_does_not_fit_is_masked_with_its_reason(parts: tuple[Any, Any]) -> None:
-    (first,), (second,) = scored(parts, longest=22)
+    first, second = scored(parts, longest=22)
     assert (
         first.value is None
         and first.problem == "reference_probability: longer than the engine's context"

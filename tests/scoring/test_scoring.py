@@ -313,7 +313,7 @@ def test_what_cannot_be_read_is_asked_again_then_masked_and_counted() -> None:
     scorer = make_scorer(make_judge(retries=2), [engine], meter)
     rows = run(scores_of(scorer, ["good", "bad"]))
     assert values(rows) == [0.5, None]
-    assert rows[1][0].problem == "judge test: no verdict"
+    assert rows[1].problem == "judge test: no verdict"
     bad = [(seed, again) for text, seed, again in engine.asked if "bad" in text]
     assert [again for _, again in bad] == [False, True, True] and len(
         {seed for seed, _ in bad}
@@ -403,7 +403,7 @@ def test_a_pair_that_cannot_be_read_costs_that_pair_only() -> None:
         )
     )
     assert values(rows) == [1.0, 0.0, None]
-    assert rows[2][0].problem == "judge test: no pair was judged"
+    assert rows[2].problem == "judge test: no pair was judged"
 
 
 def test_a_reference_is_the_other_of_each_pair() -> None:
@@ -494,7 +494,7 @@ def test_a_reward_model_scores_each_completion() -> None:
     )
     rows = run(scores_of(scorer, ["[10, 1]", "[1]", "[90]", "[9]", "[1, 2, 3, 4]"]))
     assert values(rows) == [0.5, -2.0, 2.0, None, None]
-    assert rows[4][0].problem == "reward model rm: longer than its context"
+    assert rows[4].problem == "reward model rm: longer than its context"
     assert meter.calls == 4 and meter.tokens == 5
     of_two = RewardModelScorer(
         "two",
@@ -523,7 +523,7 @@ def test_a_teacher_at_an_address_needs_no_slot_and_no_probabilities_of_the_polic
         )
         scoring = build_scoring(config, RunFolder(tmp_path), [], policy=NO_POLICY)
 
-        async def work(*token_ids: int) -> list[Score]:
+        async def work(*token_ids: int) -> list[list[Score]]:
             tasks = [
                 asyncio.create_task(
                     asyncio.sleep(0, Completion(token_ids, None, "", "stop", 0))
@@ -535,10 +535,10 @@ def test_a_teacher_at_an_address_needs_no_slot_and_no_probabilities_of_the_polic
 
         logprobs = (logprob_of(5), logprob_of(6))
         assert asyncio.run(work(5, 6)) == [
-            Score(pytest.approx(sum(logprobs) / 2), logprobs=logprobs)
+            [Score(pytest.approx(sum(logprobs) / 2), logprobs=logprobs)]
         ]
         assert asyncio.run(work(5, 6, 7)) == [
-            Score(None, problem="teacher big: longer than its context")
+            [Score(None, problem="teacher big: longer than its context")]
         ]
 
 
@@ -551,14 +551,14 @@ def test_a_teacher_in_the_trainer_only_says_which_rows_it_has(tmp_path: Path) ->
     scoring = build_scoring(config, RunFolder(tmp_path), [], policy=NO_POLICY)
     assert scoring.meters == []
 
-    async def work(columns: dict[str, Any]) -> list[Score]:
+    async def work(columns: dict[str, Any]) -> list[list[Score]]:
         tasks = [asyncio.create_task(asyncio.sleep(0, Completion((5,), None, "", "stop", 0)))]
         return await scoring.score(
             PendingGroup(Draw(0, Prompt(0, "q", columns), (9,)), tasks, 0, Slots(1))
         )
 
-    assert asyncio.run(work({"subject": "sums"})) == [Score(0.0)]
-    assert asyncio.run(work({"subject": "verse"})) == [Score(None)]
+    assert asyncio.run(work({"subject": "sums"})) == [[Score(0.0)]]
+    assert asyncio.run(work({"subject": "verse"})) == [[Score(None)]]
 
 
 def test_the_policy_is_asked_what_the_served_judge_is_asked() -> None:

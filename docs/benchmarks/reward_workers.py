@@ -40,12 +40,15 @@ async def measure(level: str, folder: Path) -> tuple[float, list[float]]:
     }
     calls = []
     began = time.perf_counter()
-    async with pool:
+    try:
+        await pool.start()
         started_s = time.perf_counter() - began
         for _ in range(NUM_CALLS):
             began = time.perf_counter()
             await pool.score(0, offered, step=1)
             calls.append(time.perf_counter() - began)
+    finally:
+        await pool.close()
     return started_s, calls
 
 

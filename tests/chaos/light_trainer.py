@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tests.scoring.pools import StartedPool
 from ycore.config.resolve import read_config
 from ycore.config.schema import RunConfig
 from ycore.errors import Interrupted, RunError
@@ -17,7 +18,6 @@ from ycore.run.files import RunFolder
 from ycore.run.interrupt import on_stop
 from ycore.run.metrics import MetricsWriter
 from ycore.run.reports import run_alone
-from ycore.scoring.scoring import RewardPool
 
 MODULE = "tests.chaos.light_trainer"
 _FAILS_ABOVE = 1.0  # a learning rate with which a real run's weights become NaN
@@ -39,7 +39,7 @@ def work(root: Path) -> None:
 
 async def _score(folder: RunFolder, config: RunConfig, stop: threading.Event) -> None:
     metrics = MetricsWriter(folder.metrics)
-    async with RewardPool(config, folder, config.rewards) as pool:
+    async with StartedPool(config, folder, config.rewards) as pool:
         for step in range(1, config.steps + 1):
             if stop.is_set():
                 raise Interrupted(f"stopped after step {step - 1}")

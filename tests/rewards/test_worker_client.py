@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.scoring.pools import pool_in, rows_of
+from tests.scoring.pools import StartedPool, pool_in, rows_of
 from ycore.config.schema import RewardConfig, RewardSandbox, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
 from ycore.rewards.worker_client import check_reward
@@ -23,7 +23,6 @@ from ycore.run.files import RunFolder
 from ycore.sandbox import Confinement, Level, Limits, confined_worker, namespaces
 from ycore.sandbox.confined_worker import ConfinedWorker
 from ycore.sandbox.level import level_refusal
-from ycore.scoring.scoring import RewardPool
 from ycore.types import Score
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines processes")
@@ -220,7 +219,7 @@ def pool_of(
     workers: int = 1,
     deadline_s: float = 30.0,
     memory_gib: float = 4.0,
-) -> RewardPool:
+) -> StartedPool:
     return pool_in(
         Path("runs/one"),
         *specs,
@@ -229,7 +228,7 @@ def pool_of(
     )
 
 
-def scores_of(pool: RewardPool, *groups: list[str]) -> list[list[list[Score]]]:
+def scores_of(pool: StartedPool, *groups: list[str]) -> list[list[list[Score]]]:
     async def run() -> list[list[list[Score]]]:
         async with asyncio.timeout(400), pool:
             return [
@@ -477,9 +476,12 @@ config = RunConfig(model="m", dataset="d", output="run", reward_workers={"worker
 (spec,), folder = config.rewards, RunFolder(Path("run"))
 
 async def score():
-    async with RewardPool(config, folder, [spec]) as pool:
+    pool = RewardPool(config, folder, [spec])
+    try:
         offered = {"prompts": ["?"], "completions": ["a"], "completion_ids": [[1]]}
         return await pool.score(0, offered, step=0)
+    finally:
+        await pool.close()
 
 check_reward(spec, [])
 scores = asyncio.run(score())

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ycore.config.schema import RewardConfig, RewardSettings, RunConfig, SandboxSettings
 from ycore.run.files import RunFolder
@@ -11,12 +11,27 @@ from ycore.scoring.scoring import RewardPool
 from ycore.types import Content, Score
 
 
+class StartedPool(RewardPool):
+    """Example: `async with StartedPool(config, folder, specs) as pool: await pool.score(0, offered, step=1)`."""
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+
 def pool_in(
     folder: Path,
     *specs: RewardConfig,
     settings: RewardSettings | None = None,
     level: str = "auto",
-) -> RewardPool:
+) -> StartedPool:
     """Return the workers of these rewards, of a run in this folder."""
     config = RunConfig(
         model="m",
@@ -26,7 +41,7 @@ def pool_in(
         reward_workers=settings or RewardSettings(),
         sandbox=SandboxSettings.model_validate({"level": level}),
     )
-    return RewardPool(config, RunFolder(folder), specs)
+    return StartedPool(config, RunFolder(folder), specs)
 
 
 async def rows_of(

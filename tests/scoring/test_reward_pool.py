@@ -11,7 +11,7 @@ import psutil
 import pytest
 from PIL import Image as Pillow
 
-from tests.scoring.pools import pool_in, rows_of
+from tests.scoring.pools import StartedPool, pool_in, rows_of
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import RewardError
 from ycore.placement.slots import Slots
@@ -19,7 +19,7 @@ from ycore.rewards.worker_client import check_reward
 from ycore.round.meters import collect
 from ycore.run.files import ImageStore, RunFolder, png_of
 from ycore.sandbox import Level
-from ycore.scoring.scoring import PendingGroup, RewardPool, RuleScorer, Scoring
+from ycore.scoring.scoring import PendingGroup, RuleScorer, Scoring
 from ycore.types import IMAGE_MARK, Completion, Content, Draw, Prompt, Score
 
 REWARDS = """
@@ -87,7 +87,7 @@ def pool_of(
     deadline_s: float = 10.0,
     workers: int = 2,
     args: dict[str, Any] | None = None,
-) -> RewardPool:
+) -> StartedPool:
     specs = [
         RewardConfig(
             reward=name if name in ("length", "exact_answer") else f"their_rewards.py:{name}",
@@ -99,13 +99,13 @@ def pool_of(
     return pool_in(Path("run"), *specs, settings=settings)
 
 
-async def score(pool: RewardPool, completions: list[Any], **columns: Any) -> list[list[Score]]:
+async def score(pool: StartedPool, completions: list[Any], **columns: Any) -> list[list[Score]]:
     prompts: list[Content] = ["?"] * len(completions)
     ids = [[1, 2]] * len(completions)
     return await rows_of(pool, prompts, completions, ids, columns)
 
 
-def scored(pool: RewardPool, completions: list[Any], **columns: Any) -> Any:
+def scored(pool: StartedPool, completions: list[Any], **columns: Any) -> Any:
     async def run() -> list[list[Score]]:
         async with pool:
             return await score(pool, completions, **columns)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from ycore.config.schema import (
     RewardConfig,
@@ -337,7 +337,7 @@ class _Caller(NamedTuple):
 
 
 class RewardPool:
-    """Example: `async with RewardPool(config, folder, specs) as pool: await pool.score(0, offered, step=1)`.
+    """Example: `pool = RewardPool(config, folder, specs)`, `await pool.score(0, offered, step=1)`, `await pool.close()`.
 
     Belongs to one event loop; its workers end with the thread that runs it. They see the run's images, and nothing else
     of it. Rewards that may see or reach different things are never in one process.
@@ -392,17 +392,6 @@ class RewardPool:
     async def close(self) -> None:
         """Kill the workers, whatever they are doing; the pool cannot be used again."""
         await asyncio.gather(*(worker.close() for worker in self._workers))
-
-    async def __aenter__(self) -> Self:
-        try:
-            await self.start()
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        await self.close()
 
     async def score(
         self, source: int, offered: Mapping[str, Sequence[Any]], *, step: int

@@ -435,6 +435,7 @@ _WORKER_REPLY = {
     "nonce": "5f0c",
     "values": [1.0, None],
     "problems": [None, "raised ValueError"],
+    "logged": [{}, {"why": "a"}],
 }
 WORKER_REPLY = json.dumps(_WORKER_REPLY).encode()
 

@@ -14,7 +14,13 @@ NONCE = "5f0c"
 
 def line(**changed: Any) -> bytes:
     return json.dumps(
-        {"nonce": NONCE, "values": [0.5, None], "problems": [None, None], **changed}
+        {
+            "nonce": NONCE,
+            "values": [0.5, None],
+            "problems": [None, None],
+            "logged": [{}, {}],
+            **changed,
+        }
     ).encode()
 
 
@@ -49,7 +55,7 @@ def test_what_a_reward_logged_comes_in_plain_words() -> None:
         line(nonce=None),
         line(nonce="\ud800"),
         line(values=[1.0]),
-        line(values=[1.0, 1.0, 1.0], problems=[None] * 3),
+        line(values=[1.0, 1.0, 1.0], problems=[None] * 3, logged=[{}] * 3),
         line(values={"0": 1.0, "1": 1.0}),
         line(values=["1.0", 1.0]),
         line(values=[True, 1.0]),

@@ -54,7 +54,7 @@ def test_a_reward_gets_trls_keywords_and_only_what_it_takes() -> None:
     logged = [{"shown": "a", "counted": 1.0}, {"shown": "b"}]
     expected = {"values": [3.0, 2.0], "problems": [None, None], "logged": logged}
     assert ask(reward, answer=["1", "2"]) == expected
-    assert "logged" not in ask(lambda completions: [1, 2])
+    assert ask(lambda completions: [1, 2])["logged"] == [{}, {}]
 
 
 def test_logged_texts_are_one_for_each_completion() -> None:

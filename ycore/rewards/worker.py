@@ -2,9 +2,9 @@
 
 JSON lines come on standard input, a socket, and are answered there. The first line is `{"nonce", "specs": [...]}`,
 answered by `{"nonce", "ready": [parameters of each]}` or `{"nonce", "error": line}`. Then each `{"nonce", "source",
-"step", "count", "inputs": {parameter: one value per completion}}` is answered by `{"nonce", "values", "problems"}`, one
-of each per completion, with `"logged"` where the reward logged something, or by `{"nonce", "failed": line}` where the call
-gave no such list. Deadlines, restarts and doubts about what is answered are the parent's (`worker_client`).
+"step", "count", "inputs": {parameter: one value per completion}}` is answered by `{"nonce", "values", "problems",
+"logged"}`, one of each per completion, or by `{"nonce", "failed": line}` where the call gave no such list. Deadlines,
+restarts and doubts about what is answered are the parent's (`worker_client`).
 """
 
 import asyncio
@@ -83,10 +83,7 @@ def call_reward(source: LoadedReward, request: Record) -> JsonObject:
         }
     values = [value for value, _ in scores]
     problems = [problem for _, problem in scores]
-    answer: JsonObject = {"values": values, "problems": problems}
-    if any(logged):
-        answer["logged"] = logged
-    return answer
+    return {"values": values, "problems": problems, "logged": logged}
 
 
 def reward_in(value: object) -> tuple[float | None, str | None]:

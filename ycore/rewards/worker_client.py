@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import AfterValidator, FiniteFloat, TypeAdapter, ValidationError
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings, Strict
 from ycore.errors import RewardError
@@ -48,7 +48,7 @@ class _Answer(Strict):
     nonce: str
     values: list[int | float | None]
     problems: list[_Line | None]
-    logged: list[dict[_Line, FiniteFloat | _Line]] = Field(default=[])
+    logged: list[dict[_Line, FiniteFloat | _Line]]
 
 
 def reward_confinement(
@@ -181,8 +181,9 @@ def scores_in(
     """
     try:
         answer = _Answer.model_validate(reply, strict=True)
-        logged = answer.logged or [{}] * count
-        rows = list(zip(range(count), answer.values, answer.problems, logged, strict=True))
+        rows = list(
+            zip(range(count), answer.values, answer.problems, answer.logged, strict=True)
+        )
     except ValueError:
         raise CallFailed(
             f"no answer of a worker: not {count} values and {count} problems, or no numbers and texts where it logs"

@@ -65,7 +65,7 @@ class ToolHost:
         """The reward of calls and steps since the turn's reward was last asked for."""
         self._runner = asyncio.Runner()
         self._schemas: dict[str, JsonObject] = {}
-        """Those of the servers' tools."""
+        """Schemas of the servers' tools."""
         servers = [McpServer(name) for name in tools if name.startswith(MCP_PREFIX)]
         for name in tools:
             if name == PYTHON:

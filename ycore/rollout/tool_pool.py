@@ -109,12 +109,7 @@ class ToolWorker(ConfinedWorker[ToolSet]):
 
 def _read_tool_set(ready: Any) -> ToolSet:
     try:
-        return ToolSet(
-            tuple(map(read_tool, ready["tools"])),
-            takes_text=bool(ready["takes_text"]),
-            pays=bool(ready["pays"]),
-            pays_turns=bool(ready["pays_turns"]),
-        )
+        return ToolSet(**{**ready, "tools": tuple(map(read_tool, ready["tools"]))})
     except (KeyError, TypeError, ValueError) as problem:
         raise CallFailed(
             f"no answer of a tool worker: no description of its tools ({foreign_line(str(problem))})"

@@ -122,8 +122,11 @@ class ConfinedWorker(Generic[R]):
         """Start a process and return its reply to `first`; CallFailed where it gives none."""
         await self._reap()
         self._require_open()
+        launch = confined_launch(
+            self.module, self.arguments, self._confinement, name=self._name
+        )
         self._running = await WorkerProcess.start(
-            self.module, self.arguments, self._confinement, self._name, self._write_log
+            launch, self._confinement.limits, self._write_log
         )
         self._require_open()  # it may have been closed while the process was being made
         level = self._confinement.level
@@ -227,8 +230,8 @@ class WorkerProcess:
         launch: Launch,
         process: Process,
         end: socket.socket,
-        on_output: Callable[[bytes], None],
         limits: Limits,
+        on_output: Callable[[bytes], None],
     ) -> None:
         self.launch = launch
         self.process = process
@@ -242,15 +245,9 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls,
-        module: str,
-        arguments: Sequence[str],
-        confinement: Confinement,
-        name: str,
-        on_output: Callable[[bytes], None],
+        cls, launch: Launch, limits: Limits, on_output: Callable[[bytes], None]
     ) -> "WorkerProcess":
-        """Start `python -m module arguments...`, whose standard input is the socket."""
-        launch = confined_launch(module, arguments, confinement, name=name)
+        """Start what is launched, whose standard input is the socket."""
         end, child_end = socket.socketpair()
         end.setblocking(False)
         try:
@@ -269,7 +266,7 @@ class WorkerProcess:
             raise
         finally:
             child_end.close()
-        return cls(launch, process, end, on_output, confinement.limits)
+        return cls(launch, process, end, limits, on_output)
 
     @property
     def is_clean(self) -> bool:

@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import NamedTuple
 
-from ycore.sandbox import confine
+from ycore.sandbox import Limits, confine
 
 
 class Mutation(NamedTuple):
@@ -71,6 +72,10 @@ MUTATIONS = [
         _command(_writable_root),
         "user",
     ),
-    Mutation("no size of the scratch folder", "three times the disk", _steps(tmpfs={})),
+    Mutation(
+        "no size of the scratch folder",
+        "three times the disk",
+        _steps(limits=asdict(Limits(scratch=2**40))),
+    ),
     Mutation("the host's network", "a server on loopback", _command(_own_network)),
 ]

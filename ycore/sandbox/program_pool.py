@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
@@ -118,10 +118,10 @@ class ProgramPool:
         self._limits = limits
         self._servers: list[ProgramServer] = []
         self._idle: asyncio.Queue[ProgramServer] = asyncio.Queue()
+        environment = {**base_variables(run_id, SCRATCH), **_FIXED_VARIABLES}
         for number in range(at_once):
-            server = ProgramServer(
-                level, number, log, run_id=run_id, limits=limits, packages=packages
-            )
+            command = server_command(level, limits, packages, number=number, run_id=run_id)
+            server = ProgramServer(level, command, environment, log)
             self._servers.append(server)
             self._idle.put_nowait(server)
 
@@ -215,19 +215,12 @@ class ProgramServer:
     """A server of programs, as its parent has it. It has no process until `ready`, and none after `close`."""
 
     def __init__(
-        self,
-        level: Level,
-        number: int,
-        log: Path,
-        *,
-        run_id: str,
-        limits: Limits,
-        packages: Sequence[str],
+        self, level: Level, command: list[str], environment: Mapping[str, str], log: Path
     ) -> None:
         self._level = level
+        self._command = command
+        self._environment = environment
         self._log = log
-        self._command = server_command(level, limits, packages, number=number, run_id=run_id)
-        self._environment = {**base_variables(run_id, SCRATCH), **_FIXED_VARIABLES}
         self._process: Popen[bytes] | None = None
         self._control: socket.socket | None = None
 

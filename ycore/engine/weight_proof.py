@@ -33,10 +33,6 @@ class TensorSums:
     rows: int
     columns: int
 
-    @property
-    def num_words(self) -> int:
-        return self.num_bytes // self.width
-
 
 Piece = tuple[str, int, int, int, int, int]
 """A part of a tensor in an engine: checkpoint name, first row, first column in words, width, sums of rows, columns."""
@@ -112,7 +108,7 @@ def pieces_of(
         (
             name,
             row + part.first,
-            column_shard * sums.num_words // part.rows,
+            column_shard * sums.num_bytes // sums.width // part.rows,
             sums.width,
             sums.rows,
             sums.columns,

@@ -40,14 +40,13 @@ class _Results:
     """Writes each unit's state as it changes."""
 
     def __init__(self, descriptor: int, *, stop_at_failure: bool) -> None:
-        self._file = os.fdopen(descriptor, "wb", buffering=0)
+        self._file = os.fdopen(descriptor, "wb")
         self._stop_at_failure = stop_at_failure
         self._states: dict[int, bool] = {}
 
     def write(self, **line: Any) -> None:
-        data = json.dumps(line).encode() + b"\n"
-        while data:
-            data = data[self._file.write(data) :]
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
 
     def record(self, unit: int, passed: bool) -> None:
         if self._states.get(unit, True) and self._states.get(unit) is not passed:

@@ -20,12 +20,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, SupportsFloat
 
 from ycore.config.schema import RewardConfig
-from ycore.errors import RewardError
 from ycore.rewards.answers import with_thinking_opened, without_thinking
 from ycore.rewards.builtin import LIBRARIES, READ_ANSWERS, Reward
 from ycore.rewards.loading import IN_THINKING, Inputs, inputs_of, load_reward
 from ycore.run.files import ImageStore
-from ycore.sandbox.channel import Channel, exception_line
+from ycore.sandbox.channel import Handler, exception_line, serve
 from ycore.types import JsonObject, Record, in_blocks
 
 _LONGEST_LOGGED = 300  # characters
@@ -40,17 +39,11 @@ class LoadedReward(NamedTuple):
     reads_answers: bool = False
 
 
-def main() -> None:
-    channel = Channel()
-    requests = iter(channel)
-    first = next(requests)
-    try:
-        sources = [_load(RewardConfig.model_validate(spec)) for spec in first["specs"]]
-    except RewardError as error:
-        return channel.reply(error=str(error))
-    channel.reply(ready=[asdict(source.inputs) for source in sources])
-    for request in requests:
-        channel.reply(**call_reward(sources[request["source"]], request))
+def start(first: Record) -> tuple[list[JsonObject], Handler]:
+    """Load the rewards; return the parameters of each, and what calls them."""
+    sources = [_load(RewardConfig.model_validate(spec)) for spec in first["specs"]]
+    inputs = [asdict(source.inputs) for source in sources]
+    return inputs, lambda request: call_reward(sources[request["source"]], request)
 
 
 def _load(spec: RewardConfig) -> LoadedReward:
@@ -157,4 +150,4 @@ def _described(value: object) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    serve(start)

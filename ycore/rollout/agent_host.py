@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from ycore.sandbox.channel import Channel
+from ycore.sandbox.channel import Handler, serve
 from ycore.types import JsonObject
 
 MAX_BODY = 2**20  # bytes of a request
@@ -144,23 +144,21 @@ def start_agent(first: JsonObject, server: ChatServer) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def main() -> None:
-    channel = Channel()
-    requests = iter(channel)
-    first = next(requests)
+def start(first: JsonObject) -> tuple[bool, Handler]:
+    """Start the address and the agent; return what waits for its next event."""
     server = ChatServer()
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        start_agent(first, server)
-        channel.reply(ready=True)
-    except (OSError, ValueError) as error:
-        return channel.reply(error=" ".join(str(error).split())[:300])
-    answer = ReplyQueue()
-    for request in requests:
-        answer.put(request["reply"])
-        event, answer = server.events.get()
-        channel.reply(value=event)
+    start_agent(first, server)
+    waiting = ReplyQueue()
+
+    def next_event(request: JsonObject) -> JsonObject:
+        nonlocal waiting
+        waiting.put(request["reply"])
+        event, waiting = server.events.get()
+        return {"value": event}
+
+    return True, next_event
 
 
 if __name__ == "__main__":
-    main()
+    serve(start)

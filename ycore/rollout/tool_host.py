@@ -25,7 +25,7 @@ from typing import Any
 from ycore.errors import ConfigError, UserError
 from ycore.rollout.games import GAMES, game_class
 from ycore.rollout.mcp_server import MCP_PREFIX, McpServer
-from ycore.sandbox.channel import Channel, exception_line, load_named
+from ycore.sandbox.channel import Handler, exception_line, load_named, serve
 from ycore.types import JsonObject, Record
 
 PYTHON = "python"
@@ -262,26 +262,22 @@ runpy.run_module("ycore.rollout.tool_host", run_name="__main__", alter_sys=True)
 """Runs this module in a Python that has ycore's folder and nothing of what is installed beside it."""
 
 
-def main() -> None:
-    if len(sys.argv) > 1:
-        folder = str(Path(__file__).resolve().parent.parent)
-        os.execv(sys.argv[1], [sys.argv[1], "-I", "-B", "-c", _IN_ANOTHER, folder])
-    channel = Channel()
-    requests = iter(channel)
-    first = next(requests)
-    try:
-        host = ToolHost(first["tools"], first["env"])
-        channel.reply(ready=host.describe(schemas=first["describe"]))
-    except UserError as error:
-        return channel.reply(error=str(error))
-    for request in requests:
+def start(first: Record) -> tuple[JsonObject, Handler]:
+    """Load tools and environment; return what there is, and what asks them."""
+    host = ToolHost(first["tools"], first["env"])
+
+    def answer(request: Record) -> JsonObject:
         try:
-            answer = {"value": host.answer(request)}
+            return {"value": host.answer(request)}
         except BaseException as error:  # noqa: BLE001 (a process boundary: sys.exit in a tool is its failure, not ours)
             traceback.print_exc()
-            answer = {"failed": " ".join(str(error).split())[:300] or type(error).__name__}
-        channel.reply(**answer)
+            return {"failed": " ".join(str(error).split())[:300] or type(error).__name__}
+
+    return host.describe(schemas=first["describe"]), answer
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        folder = str(Path(__file__).resolve().parent.parent)
+        os.execv(sys.argv[1], [sys.argv[1], "-I", "-B", "-c", _IN_ANOTHER, folder])
+    serve(start)

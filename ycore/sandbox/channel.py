@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,36 +20,43 @@ from ycore.errors import UserError, nearest
 _MAX_LINE = 300  # characters
 
 
-class Channel:
-    """The socket that the process has as standard input, moved to a descriptor that no child process gets.
+Handler = Callable[[Any], dict[str, Any]]
+"""Returns the fields of the answer to a request."""
+
+
+def serve(start: Callable[[Any], tuple[Any, Handler]]) -> None:
+    """Answer requests on the socket that the process has as standard input, moved to where no child process gets it.
 
     Afterwards descriptor 0 is empty, and 1 and 2 are what the process prints, which is no message. On SIGUSR2, by which
     the launcher asks for stacks, it writes them there.
+
+    Args:
+        start: gets the first request, and returns what the process is ready with and what answers the others.
     """
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    owner = os.getpid()
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(0), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    sys.stdout = sys.stderr
 
-    def __init__(self) -> None:
-        faulthandler.register(signal.SIGUSR2, all_threads=True)
-        self._owner = os.getpid()
-        self._requests = os.fdopen(os.dup(0), "rb")
-        self._replies = os.fdopen(os.dup(0), "wb")
-        self._nonce = ""
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
-        sys.stdout = sys.stderr
-
-    def __iter__(self) -> Iterator[Any]:
-        for line in self._requests:
-            request = json.loads(line)
-            self._nonce = request["nonce"]
-            yield request
-
-    def reply(self, **answer: Any) -> None:
-        """Answer the last request."""
-        if os.getpid() != self._owner:  # a person's code forked: its child must not answer too
+    def reply(request: Any, **answer: Any) -> None:
+        if os.getpid() != owner:  # a person's code forked: its child must not answer too
             os._exit(0)
-        self._replies.write(json.dumps({"nonce": self._nonce, **answer}).encode() + b"\n")
-        self._replies.flush()
+        replies.write(json.dumps({"nonce": request["nonce"], **answer}).encode() + b"\n")
+        replies.flush()
+
+    first = json.loads(requests.readline())
+    try:
+        ready, handle = start(first)
+    except (OSError, ValueError) as error:  # a user's mistake too
+        return reply(first, error=str(error))
+    reply(first, ready=ready)
+    for line in requests:
+        request = json.loads(line)
+        reply(request, **handle(request))
 
 
 def exception_line(error: BaseException) -> str:

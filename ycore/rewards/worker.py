@@ -24,7 +24,7 @@ from ycore.rewards.answers import with_thinking_opened, without_thinking
 from ycore.rewards.builtin import LIBRARIES, READ_ANSWERS, Reward
 from ycore.rewards.loading import IN_THINKING, Inputs, inputs_of, load_reward
 from ycore.run.files import ImageStore
-from ycore.sandbox.channel import Handler, exception_line, serve
+from ycore.sandbox.channel import Handler, answer_requests, exception_line
 from ycore.types import JsonObject, Record, in_blocks
 
 _LONGEST_LOGGED = 300  # characters
@@ -39,7 +39,7 @@ class LoadedReward(NamedTuple):
     reads_answers: bool = False
 
 
-def start(first: Record) -> tuple[list[JsonObject], Handler]:
+def load_rewards(first: Record) -> tuple[list[JsonObject], Handler]:
     """Load the rewards; return the parameters of each, and what calls them."""
     sources = [_load(RewardConfig.model_validate(spec)) for spec in first["specs"]]
     inputs = [asdict(source.inputs) for source in sources]
@@ -150,4 +150,4 @@ def _described(value: object) -> str:
 
 
 if __name__ == "__main__":
-    serve(start)
+    answer_requests(load_rewards)

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from ycore.sandbox.channel import Handler, serve
+from ycore.sandbox.channel import Handler, answer_requests
 from ycore.types import JsonObject
 
 MAX_BODY = 2**20  # bytes of a request
@@ -144,7 +144,7 @@ def start_agent(first: JsonObject, server: ChatServer) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def start(first: JsonObject) -> tuple[bool, Handler]:
+def serve_agent(first: JsonObject) -> tuple[bool, Handler]:
     """Start the address and the agent; return what waits for its next event."""
     server = ChatServer()
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -161,4 +161,4 @@ def start(first: JsonObject) -> tuple[bool, Handler]:
 
 
 if __name__ == "__main__":
-    serve(start)
+    answer_requests(serve_agent)

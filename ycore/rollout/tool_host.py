@@ -25,7 +25,7 @@ from typing import Any
 from ycore.errors import ConfigError, UserError
 from ycore.rollout.games import GAMES, game_class
 from ycore.rollout.mcp_server import MCP_PREFIX, McpServer
-from ycore.sandbox.channel import Handler, exception_line, load_named, serve
+from ycore.sandbox.channel import Handler, answer_requests, exception_line, load_named
 from ycore.types import JsonObject, Record
 
 PYTHON = "python"
@@ -262,7 +262,7 @@ runpy.run_module("ycore.rollout.tool_host", run_name="__main__", alter_sys=True)
 """Runs this module in a Python that has ycore's folder and nothing of what is installed beside it."""
 
 
-def start(first: Record) -> tuple[JsonObject, Handler]:
+def load_tools(first: Record) -> tuple[JsonObject, Handler]:
     """Load tools and environment; return what there is, and what asks them."""
     host = ToolHost(first["tools"], first["env"])
 
@@ -280,4 +280,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         folder = str(Path(__file__).resolve().parent.parent)
         os.execv(sys.argv[1], [sys.argv[1], "-I", "-B", "-c", _IN_ANOTHER, folder])
-    serve(start)
+    answer_requests(load_tools)

@@ -24,7 +24,7 @@ Handler = Callable[[Any], dict[str, Any]]
 """Returns the fields of the answer to a request."""
 
 
-def serve(start: Callable[[Any], tuple[Any, Handler]]) -> None:
+def answer_requests(start: Callable[[Any], tuple[Any, Handler]]) -> None:
     """Answer requests on the socket that the process has as standard input, moved to where no child process gets it.
 
     Afterwards descriptor 0 is empty, and 1 and 2 are what the process prints, which is no message. On SIGUSR2, by which

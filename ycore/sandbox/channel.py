@@ -16,9 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from ycore.errors import UserError, nearest
-
-_MAX_LINE = 300  # characters
-
+from ycore.foreign import foreign_line
 
 Handler = Callable[[Any], dict[str, Any]]
 """Returns the fields of the answer to a request."""
@@ -61,8 +59,7 @@ def answer_requests(start: Callable[[Any], tuple[Any, Handler]]) -> None:
 
 def exception_line(error: BaseException) -> str:
     """Return an exception as `Type: message`, cut to one line of bounded length."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}"[:_MAX_LINE] if message else type(error).__name__
+    return foreign_line(f"{type(error).__name__}: {error}").removesuffix(":")
 
 
 def names_file(name: str) -> bool:

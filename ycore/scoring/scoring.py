@@ -354,7 +354,10 @@ class RewardPool:
         self._restarts_reported = 0
         self.level = choose_level(config.sandbox.level).level
         self._callers: dict[int, _Caller] = {}
-        for number, sources in enumerate(_by_sandbox(specs)):
+        groups: dict[str, list[int]] = {}  # that the recipe allows the same
+        for source, spec in enumerate(specs):
+            groups.setdefault(spec.sandbox.model_dump_json(), []).append(source)
+        for number, sources in enumerate(groups.values()):
             group = [specs[source] for source in sources]
             idle = asyncio.Queue[RewardWorker]()
             confinement = reward_confinement(
@@ -439,14 +442,6 @@ def _taken(inputs: Inputs, offered: Mapping[str, Sequence[Any]]) -> dict[str, Se
                     f"column {name!r} cannot be sent to a worker: {error}"
                 ) from error
     return taken
-
-
-def _by_sandbox(specs: Sequence[RewardConfig]) -> list[list[int]]:
-    """The rewards in groups that may share a process, because the recipe allows each of a group the same."""
-    groups: dict[str, list[int]] = {}
-    for source, spec in enumerate(specs):
-        groups.setdefault(spec.sandbox.model_dump_json(), []).append(source)
-    return list(groups.values())
 
 
 @dataclass(eq=False)

@@ -238,10 +238,11 @@ def program_of(completion: Content, tests: UnitTests | StdioTests) -> str:
     return future + tests.given + re.split(_LEAVES_FUNCTION, code, maxsplit=1)[0]
 
 
-def reaches(tests: UnitTests | StdioTests, text: str) -> bool:
-    """Whether a text, a program or its prompt, has the name of the function that the tests call, if they call one."""
+def reaches(tests: UnitTests | StdioTests, content: Content) -> bool:
+    """Whether a program or its prompt has the name of the function that the tests call, if they call one."""
     if isinstance(tests, StdioTests) or not tests.calls:
         return True
+    text = completion_text(content)
     return re.search(rf"\b{re.escape(tests.entry_point)}\b", text) is not None
 
 

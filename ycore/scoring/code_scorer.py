@@ -6,7 +6,6 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
-from ycore.rewards.answers import completion_text
 from ycore.rewards.builtin import settings_of
 from ycore.rewards.code import (
     CodeSettings,
@@ -120,7 +119,7 @@ class CodeScorer(Scorer):
             return Score(0.0)
         if not reaches(tests, code_of(completion.full_text, tests)):
             self.meter.unreachable += 1
-            if reaches(tests, completion_text(prompt.content)):
+            if reaches(tests, prompt.content):
                 return Score(0.0)
             return self.masked(
                 f"row {prompt.row}: its tests call a function that its prompt does not name"

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ycore.sandbox import Level, Limits, View, confine
+from ycore.sandbox import EXIT_EXCESS, Level, Limits, View, confine
 from ycore.sandbox.confine import landlock_refusal, python_paths, stage_steps
-from ycore.sandbox.stage import EXIT_EXCESS, landlock_abi
+from ycore.sandbox.stage import landlock_abi
 
 pytestmark = pytest.mark.skipif(landlock_refusal() is not None, reason=str(landlock_refusal()))
 MIB = 2**20

@@ -18,6 +18,10 @@ from typing import NamedTuple
 
 GIB = 2**30
 MIB = 2**20
+SCRATCH = Path("/tmp")  # the scratch folder of confined code in namespaces, as it sees it
+EXIT_EXCESS = 240
+"""The stage's exit status where the tree held too much; a confined process's own status is cut to less than it."""
+
 END_S = 60.0  # for the end of a tree of processes; an honest one takes milliseconds
 
 
@@ -48,8 +52,9 @@ class Limits:
     def mounts(self) -> dict[str, str]:
         """The folders in memory that it may write in namespaces, where the kernel counts each, by their mount options."""
         shared_files = self.files // 8
+        own_files = self.files - shared_files
         return {
-            "/tmp": f"size={self.scratch},nr_inodes={self.files - shared_files},mode=1777",
+            str(SCRATCH): f"size={self.scratch},nr_inodes={own_files},mode=1777",
             "/dev/shm": f"size=16m,nr_inodes={shared_files},mode=1777",
         }
 

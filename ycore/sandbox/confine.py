@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import ycore
 from ycore.run.reports import RUN_MARKER, kill_tree
-from ycore.sandbox import Confinement, Level, Limits, View
-from ycore.sandbox.namespaces import SCRATCH, bwrap_command
+from ycore.sandbox import SCRATCH, Confinement, Level, Limits, View
+from ycore.sandbox.namespaces import bwrap_command
 from ycore.sandbox.stage import (
     CAP_DAC_OVERRIDE,
     CAP_DAC_READ_SEARCH,

@@ -20,9 +20,8 @@ from typing import Any, BinaryIO, Generic, TypeVar
 from ycore.errors import RewardError
 from ycore.foreign import ForeignRefused, foreign_json, foreign_line
 from ycore.run.reports import kill_tree
-from ycore.sandbox import END_S, MIB, Confinement, Limits
+from ycore.sandbox import END_S, EXIT_EXCESS, MIB, Confinement, Limits
 from ycore.sandbox.confine import Launch, confined_launch
-from ycore.sandbox.stage import EXIT_EXCESS
 from ycore.sandbox.watch import Watch
 from ycore.types import JsonObject, Record
 

@@ -14,10 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ycore.errors import RunError
-from ycore.sandbox import View
-
-SCRATCH = Path("/tmp")
-"""The scratch folder of confined code, as it sees it."""
+from ycore.sandbox import SCRATCH, View
 
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # of the root, or links into /usr
 _ETC = ("ld.so.cache", "ld.so.conf", "localtime", "alternatives")

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 from ycore.errors import RunError
 from ycore.run.reports import kill_tree
-from ycore.sandbox import END_S, MIB, Level, Limits, View
+from ycore.sandbox import END_S, MIB, SCRATCH, Level, Limits, View
 from ycore.sandbox.confine import (
     FIRST_UID,
     NUM_UIDS,
@@ -35,7 +35,7 @@ from ycore.sandbox.confine import (
     site_packages,
     stage_steps,
 )
-from ycore.sandbox.namespaces import SCRATCH, bwrap_command
+from ycore.sandbox.namespaces import bwrap_command
 from ycore.sandbox.program_server import MAX_MESSAGE, ProgramKind, ServerSettings
 from ycore.sandbox.user_code import sources_view
 from ycore.types import JsonObject, Record

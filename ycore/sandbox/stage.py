@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypedDict
 
-from ycore.sandbox import Limits
+from ycore.sandbox import EXIT_EXCESS, Limits
 from ycore.sandbox.watch import INTERVAL_S, below, end_all_below, excess_of
 
 # Linux: mount(2), prctl(2), capset(2)
@@ -68,9 +68,6 @@ DEVICES = {
     "/dev/zero": _READ_FILE,
     "/dev/urandom": _READ_FILE,
 }
-
-EXIT_EXCESS = 240
-"""The stage's exit status where the tree held too much; a confined process's own status is cut to less than it."""
 
 _MANY_FILES = 4096  # descriptors of one process
 _SPARE_TASKS = 64  # for a user's processes and threads that start later, elsewhere

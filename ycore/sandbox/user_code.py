@@ -12,11 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ycore.run.files import RunFolder
-from ycore.sandbox import GIB, Confinement, Limits, View
+from ycore.sandbox import GIB, SCRATCH, Confinement, Limits, View
 from ycore.sandbox.channel import names_file
 from ycore.sandbox.confine import python_paths, source_paths
 from ycore.sandbox.level import choose_level, require_sandbox
-from ycore.sandbox.namespaces import SCRATCH
 
 _MAX_ENTRIES = 20_000  # looked at
 _MAX_HIDDEN = 1_000  # a command line of bwrap takes 9000 words

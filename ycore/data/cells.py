@@ -49,13 +49,12 @@ class Table:
     def listed_columns(self) -> str:
         return ", ".join(self.columns) or "none"
 
-    def has(self, name: str) -> bool:
-        """Tell whether the table has a column; `reward_model.ground_truth` is a key of the objects in `reward_model`."""
-        return name in self.columns or name.partition(".")[0] in self.columns
-
     def require_column(self, name: str, option: str) -> None:
-        """DataError where the table lacks a column that the user named by `option`."""
-        if not self.has(name):
+        """DataError where the table lacks a column that the user named by `option`.
+
+        `reward_model.ground_truth` is a key of the objects in `reward_model`.
+        """
+        if {name, name.partition(".")[0]}.isdisjoint(self.columns):
             raise DataError(
                 f"{self.name} has no column {name!r} ({option}); it has {self.listed_columns}"
                 f"{nearest(name, self.columns) or '; take one of them'}"
@@ -132,7 +131,6 @@ _TURN_KEYS = frozenset({"role", "from", "content", "value"})
 _WEIGHT_KEYS = frozenset(
     {"weight", "train", "training", "trainable", "train_detail", "loss", "loss_mask"}
 )
-_ROLES_LISTED = ", ".join(ROLES)
 # The beginning of a turn, or of a list of them: `[{"role":` and `{'value' :`.
 _BEGINS_TURN = r"\s*+\[?\s*+\{\s*+['\"](?:role|from|content|value)['\"]\s*+:"
 # Keys for what a turn says, and for who says it, such as `"from": "gpt"`; also with a backslash before each quote.
@@ -152,8 +150,7 @@ def content_of(row: TableRow, column: str, aliases: dict[str, str]) -> Content:
     """
     value = listed_cell(row, column)
     if isinstance(value, str):
-        if not value.isascii():
-            check_characters(value, repr(column), row)
+        check_characters(value, repr(column), row)
         return value
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [
@@ -228,7 +225,7 @@ def _turn(turn: Any, label: str, row: TableRow, aliases: dict[str, str]) -> Mess
     role = ROLES.get(name.strip().lower())
     if role is None:
         raise DataError(
-            f"{label} has the role {name!r} in {row.place}; the roles are {_ROLES_LISTED}: rename it, or remove the row"
+            f"{label} has the role {name!r} in {row.place}; the roles are {', '.join(ROLES)}: rename it, or remove the row"
         )
     if role != name:
         aliases[name] = role
@@ -299,10 +296,12 @@ def _without_blocks(content: Any, label: str, row: TableRow) -> Any:
 
 
 def check_characters(text: str, label: str, row: TableRow) -> None:
-    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+    try:
+        text.encode()
+    except UnicodeEncodeError:
         raise DataError(
             f"{label} holds half of a character (a lone surrogate) in {row.place}; correct or remove the row"
-        )
+        ) from None
 
 
 def is_dialogue(text: str) -> bool:
@@ -398,10 +397,7 @@ _KEYS = ("image", "path", "url", "image_url", "base64", "bytes")
 
 
 def images_of(
-    row: TableRow,
-    content: Content,
-    column: str | None,
-    store: ImageStore,
+    row: TableRow, content: Content, column: str | None, store: ImageStore
 ) -> tuple[Image, ...]:
     """Put the pictures of a row into the store; DataError with the row where a picture is missing or damaged.
 

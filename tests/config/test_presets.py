@@ -14,7 +14,6 @@ from ycore.config.presets import (
     Preset,
     TrustRegion,
     find_preset,
-    preset_layer,
     preset_lines,
     presets,
 )
@@ -358,7 +357,7 @@ def test_a_recipe_lies_on_the_preset_it_names() -> None:
 
 
 def test_the_layer_is_a_copy() -> None:
-    preset_layer(presets()["dapo"])["trl"]["beta"] = None
+    presets()["dapo"].layer["trl"]["beta"] = None
     assert presets()["dapo"].trl["beta"] == 0.0
 
 

@@ -7,20 +7,18 @@ Keyword arguments are the keys of a run (docs/options.md), and fields of TRL's c
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ycore.api.evaluations import evaluation_plan, run_evaluations
 from ycore.api.run_settings import (
-    Reward,
+    Rewards,
     Rows,
     outside_event_loop,
-    resolve_keys,
     rollout_settings,
     settings_config,
     tell_warnings,
-    with_files,
 )
 from ycore.api.running import checked_plan, run_training, training_plan
 from ycore.api.tables import Planned, aligned, plan_rows
@@ -102,7 +100,7 @@ def grpo(
     *,
     model: str,
     dataset: Rows = "",
-    reward: Reward | Sequence[Reward] = (),
+    reward: Rewards = (),
     resume: bool = False,
     **settings: Any,
 ) -> Run:
@@ -128,7 +126,7 @@ def ppo(
     *,
     model: str,
     dataset: Rows = "",
-    reward: Reward | Sequence[Reward] = (),
+    reward: Rewards = (),
     resume: bool = False,
     **settings: Any,
 ) -> Run:
@@ -141,7 +139,7 @@ def distill(
     model: str,
     teacher: str,
     dataset: Rows = "",
-    reward: Reward | Sequence[Reward] = (),
+    reward: Rewards = (),
     resume: bool = False,
     **settings: Any,
 ) -> Run:
@@ -160,7 +158,7 @@ def online_dpo(
     *,
     model: str,
     dataset: Rows = "",
-    reward: Reward | Sequence[Reward] = (),
+    reward: Rewards = (),
     resume: bool = False,
     **settings: Any,
 ) -> Run:
@@ -175,7 +173,7 @@ def evaluate(
     model: str,
     benchmark: str = "",
     dataset: Rows = "",
-    reward: Reward | Sequence[Reward] = (),
+    reward: Rewards = (),
     **settings: Any,
 ) -> Run:
     """Measure a model: the figures are in `.summary`, the completions in `.completions`.
@@ -189,10 +187,10 @@ def evaluate(
     """
     if benchmark:
         settings["benchmark"] = benchmark
-    keys = with_files("eval", rollout_settings(model, dataset, reward, settings))
-    config = require_rollouts(resolve_keys(keys))
+    settings = rollout_settings(model, dataset, reward, settings)
+    config = require_rollouts(settings_config("eval", settings))
     plan = outside_event_loop(
-        lambda: evaluation_plan(config, benchmark=benchmark, has_dataset="dataset" in keys)
+        lambda: evaluation_plan(config, benchmark=benchmark, has_dataset="dataset" in settings)
     )
     tell_warnings(plan, depth=3)
     run_evaluations([config])
@@ -224,7 +222,7 @@ def dry_run(
     *,
     model: str,
     dataset: Rows = "",
-    reward: Reward | Sequence[Reward] = (),
+    reward: Rewards = (),
     **settings: Any,
 ) -> Planned:
     """Check a run as `--dry-run` does, and start nothing; rows and functions are written into files all the same.
@@ -236,9 +234,7 @@ def dry_run(
     Raises:
         YcoreError: what the command says in one line.
     """
-    config = settings_config(
-        algorithm, rollout_settings(model, dataset, reward, settings), resume=False
-    )
+    config = settings_config(algorithm, rollout_settings(model, dataset, reward, settings))
     plan = outside_event_loop(lambda: checked_plan(config, trains=algorithm != "eval"))
     return Planned(plan, list(aligned(plan_rows(plan))))
 

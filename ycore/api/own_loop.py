@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ycore.api.run_settings import (
-    Reward,
+    Rewards,
     Rows,
     outside_event_loop,
     rollout_settings,
@@ -83,7 +83,7 @@ class Round:
         *,
         model: str,
         dataset: Rows,
-        reward: Reward | Sequence[Reward],
+        reward: Rewards,
         **settings: Any,
     ) -> None:
         """The arguments are those of `grpo`; `steps` is what the schedule of the learning rate runs to.
@@ -92,7 +92,7 @@ class Round:
             YcoreError: what the command says in one line.
         """
         run_settings = rollout_settings(model, dataset, reward, {"processes": 1, **settings})
-        config = require_rollouts(settings_config("grpo", run_settings, resume=False))
+        config = require_rollouts(settings_config("grpo", run_settings))
         if config.replay is not None or config.for_evaluation():
             raise ConfigError(
                 "a Round draws its own rounds and measures nothing; leave out replay and eval_dataset"

@@ -24,14 +24,13 @@ from ycore.launch import device_memory, engines, machine_checks
 from ycore.launch.device_memory import rank_strategy
 from ycore.launch.layout import Machine, Site, sharding_named, visible_gpus
 from ycore.models.model_facts import ModelFacts, hub_id_of
-from ycore.plan.devices import Fleet, device_called, measured_core
+from ycore.plan.devices import GIB, Fleet, device_called, measured_core
 from ycore.plan.memory import Workload, workload_of
 from ycore.plan.planner import Plan, StepForecast, forecast_step, make_plan, why_too_large
 from ycore.plan.timing import efficiency_of, train_s
 from ycore.scoring.scorers import first_scorer, served_models
 from ycore.types import JsonObject, Record
 
-_GIB = 2**30
 _SCORER = {"judge": "judge", "reward_model": "scorer", "teacher": "teacher"}
 _EXAMPLE: JsonObject = {
     "dataset": "task:addition",
@@ -291,7 +290,7 @@ def _lines(made: Plan, *, top: int) -> Iterator[str]:
         rows = [("step", "tokens/s", "fullest phase", "strategy")]
         for forecast in made.fitting[:top]:
             phase, peak = forecast.peak
-            fullest = f"{peak / _GIB:.1f} of {forecast.capacity / _GIB:.1f} GiB, {phase}"
+            fullest = f"{peak / GIB:.1f} of {forecast.capacity / GIB:.1f} GiB, {phase}"
             speed = f"{forecast.tokens_per_step / forecast.step_s:,.0f}"
             rows.append(
                 (f"{forecast.step_s:.1f} s", speed, fullest, forecast.strategy.in_words)
@@ -336,7 +335,7 @@ def _job_lines(made: Plan) -> Iterator[str]:
     count = f"{made.fleet.count // made.fleet.machines} x {device.name}"
     if made.fleet.machines > 1:
         count = f"{made.fleet.machines} machines of {count}, {8 * device.network / 1e9:.0f} Gb a second between them"
-    yield f"devices  {count}: {device.memory_bytes / _GIB:.0f} GiB; {device.in_words}"
+    yield f"devices  {count}: {device.memory_bytes / GIB:.0f} GiB; {device.in_words}"
     yield (
         f"step     {work.prompts_per_step} prompts of {work.prompt_tokens} tokens x {work.group_size} completions "
         f"of {work.completion_tokens}, {work.max_tokens} at most; {work.draws:g} groups for each kept"
@@ -350,18 +349,18 @@ def _memory_lines(forecast: StepForecast) -> Iterator[str]:
     rows = [["  phase", *roles, "all"]]
     for phase, sizes in forecast.phases.items():
         cells = [*(sizes.get(role, 0) for role in roles), sum(sizes.values())]
-        rows.append([f"  {phase}", *(f"{size / _GIB:.1f}" for size in cells)])
+        rows.append([f"  {phase}", *(f"{size / GIB:.1f}" for size in cells)])
     yield from aligned(rows)
     parts = ", ".join(
-        f"{part} {size / _GIB:.2f}"
+        f"{part} {size / GIB:.2f}"
         for part, size in forecast.trainer.items()
-        if size >= 0.005 * _GIB
+        if size >= 0.005 * GIB
     )
     yield from textwrap.wrap(
         f"trainer of a rank: {parts}", 80, initial_indent="  ", subsequent_indent="    "
     )
     for role, engine in forecast.engines.items():
         yield (
-            f"  {role} engine: weights {engine.weights / _GIB:.2f}, cache {engine.kv_cache / _GIB:.2f} "
-            f"for {engine.at_once} sequences at once, workspace {engine.workspace / _GIB:.2f}"
+            f"  {role} engine: weights {engine.weights / GIB:.2f}, cache {engine.kv_cache / GIB:.2f} "
+            f"for {engine.at_once} sequences at once, workspace {engine.workspace / GIB:.2f}"
         )

@@ -65,7 +65,6 @@ def check_rollouts(
         guesses_from(prompts.prompts, config.sampling.curriculum, config.group_size)
     calls_in_text = _check_turns(config, model)
     sharing = check_run(config, site)
-    columns = list(prompts.columns)
     template_arguments = config.trl.get("chat_template_kwargs")
     return {
         "contents": prompts,
@@ -75,7 +74,7 @@ def check_rollouts(
                 (part.name, part.share, len(prompts.parts[part.name].prompts))
                 for part in config.mixture
             ],
-            "columns": columns,
+            "columns": list(prompts.columns),
             "chat": prompts.is_chat,
             "reading": rows_read(prompts, model, template_arguments, num_rows=show_rows),
         },

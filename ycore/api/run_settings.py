@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ycore.config.algorithms import find_algorithm
-from ycore.config.presets import find_preset, preset_layer
+from ycore.config.presets import find_preset
 from ycore.config.recipe_files import load_benchmark
 from ycore.config.resolve import resolve
 from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, ScoredConfig
@@ -31,6 +31,8 @@ _Config = TypeVar("_Config", bound=BaseConfig)
 Reward = str | Callable[..., Sequence[float | None]] | Record
 """A name as `--reward` takes it, a function in TRL's shape, or a mapping such as `{"reward": f, "weight": 0.5}`."""
 
+Rewards = Reward | Sequence[Reward]
+
 Rows = str | Iterable[Record]
 """A dataset's name as `--dataset` takes it, or rows: a list of mappings, a `datasets.Dataset` or a frame of pandas."""
 
@@ -47,7 +49,7 @@ _FUNCTIONS = {
 
 
 def rollout_settings(
-    model: str, dataset: Rows, reward: Reward | Sequence[Reward], settings: Record
+    model: str, dataset: Rows, reward: Rewards, settings: Record
 ) -> JsonObject:
     """Collect the settings of a run with rollouts; an empty `dataset` or `reward` was not given."""
     collected: JsonObject = {"model": model}
@@ -60,12 +62,19 @@ def rollout_settings(
     return {**collected, **settings}
 
 
-def settings_config(algorithm: str, settings: Record, *, resume: bool) -> AnyConfig:
-    """Validate the settings; rows and functions are written beside the run's folder, and stand in it by their files."""
-    return resolve_keys(with_files(algorithm, settings), resume=resume)
+def settings_config(algorithm: str, settings: Record, *, resume: bool = False) -> AnyConfig:
+    """Validate the settings over those of the run that goes on, or of an evaluation's benchmark.
+
+    Rows and functions are written beside the run's folder, and stand in it by their files.
+    """
+    keys = _with_files(algorithm, settings)
+    base = stored_settings(keys["output"]) if resume else {}
+    if algorithm == "eval" and "benchmark" in keys:
+        base = load_benchmark(keys.pop("benchmark"), dataset=keys.get("dataset"))["run"]
+    return complete_config(resolve(recipe=base, options=keys))
 
 
-def with_files(algorithm: str, settings: Record) -> JsonObject:
+def _with_files(algorithm: str, settings: Record) -> JsonObject:
     """Choose a folder, write rows and functions into files beside it, and return the keys of the config."""
     output = Path(settings.get("output") or unused_folder(f"runs/{algorithm}")).expanduser()
     settings = {**settings, "output": str(output)}
@@ -92,15 +101,6 @@ def keys_of(algorithm: str, settings: Record) -> JsonObject:
     return keys
 
 
-def resolve_keys(keys: Record, *, resume: bool = False) -> AnyConfig:
-    """Resolve the keys over those of the run that goes on, or of an evaluation's benchmark."""
-    keys = dict(keys)
-    base = stored_settings(keys["output"]) if resume else {}
-    if keys["algorithm"] == "eval" and "benchmark" in keys:
-        base = load_benchmark(keys.pop("benchmark"), dataset=keys.get("dataset"))["run"]
-    return complete_config(resolve(recipe=base, options=keys))
-
-
 _IN_OTHER_ROWS = {
     "algorithm", "model", "dataset", "mixture", "output", "rewards", "tools", "env", "agent", "max_turns", "preset",
     "prompts_per_step", "group_size", "batch_size", "max_tokens", "num_samples", "pairs",
@@ -125,7 +125,7 @@ def changed_settings(config: AnyConfig, *, trains: bool) -> dict[str, list[Any]]
     else:
         settings["trl"] = config.changed_sampling if isinstance(config, RunConfig) else {}
     if (preset := settings.get("preset")) is not None:
-        defaults |= _by_name(preset_layer(find_preset(preset)))
+        defaults |= _by_name(find_preset(preset).layer)
     return {
         name: [value, defaults.get(name)]
         for name, value in _by_name(settings).items()

@@ -13,6 +13,7 @@ from ycore.data.prompts import PromptSet, load_prompts
 from ycore.data.rows import REASONING_COLUMNS
 from ycore.errors import DataError, ModelError
 from ycore.models.names import ChatTemplate, ModelPlan, resolve_model
+from ycore.run.text import named_first
 from ycore.types import Content, JsonObject, Prompt, Record, said
 
 _ANSWERS = {"completion": "learned", "chosen": "better", "rejected": "worse"}
@@ -77,13 +78,10 @@ def _parts_read(
 def reading_rows(reading: Record) -> list[tuple[str, str]]:
     """Put `rows_read` into words, in lines of at most 80 columns."""
     unused = f"; not used: {', '.join(reading['unused'])}" if reading["unused"] else ""
-    lines = [("read", reading["in_words"] + unused)]
-    lines += [("", note) for note in reading["notes"]]
+    lines = [*named_first("read", [reading["in_words"] + unused, *reading["notes"]])]
     for row in reading["rows"]:
         for label, text in row.items():
-            lines += [
-                ("" if index else label, line) for index, line in enumerate(_lines_of(text))
-            ]
+            lines += named_first(label, _lines_of(text))
     return lines
 
 

@@ -95,9 +95,8 @@ def plan_rows(plan: Record, *, resume: bool = False) -> Rows:
     if has_rollouts:
         rows += _engine_rows(plan)
     goes_on = ", going on from its last checkpoint" if resume else ""
-    rows.append(("output", config["output"] + goes_on))
-    if trains and plan["length"] is not None:
-        rows.append(("", f"  {_files_in_words(plan)}"))
+    files = [_files_in_words(plan)] if trains and plan["length"] is not None else []
+    rows += _block("output", [config["output"] + goes_on, *files])
     return list(folded(rows))
 
 
@@ -177,7 +176,7 @@ def _reward_rows(plan: Record) -> Rows:
         f"{item['reward']} ({'constraint' if item['constraint'] else 'weight {:g}'.format(item['weight'])})"
         for item in config["rewards"]
     )
-    rows = [("rewards", rewards), *(("", f"  {line}") for line in plan["scorers"])]
+    rows = _block("rewards", [rewards, *plan["scorers"]])
     rows += _block("sandbox", plan["sandbox"])
     if config.get("preset") is not None:
         from ycore.config.presets import find_preset, preset_lines  # with pydantic
@@ -190,10 +189,8 @@ def _reward_rows(plan: Record) -> Rows:
 
 def _block(name: str, lines: list[str]) -> Rows:
     """Name the first line, and indent the rest below it."""
-    return [
-        ("" if index else name, f"  {line}" if index else line)
-        for index, line in enumerate(lines)
-    ]
+    below = [f"  {line}" for line in lines[1:]]
+    return list(named_first(name, [*lines[:1], *below]))
 
 
 def _engine_rows(plan: Record) -> Rows:

@@ -1,7 +1,7 @@
 """The config classes of the algorithms that train on rollouts: the keys that only some of them have, and which of these
 fit together."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -235,9 +235,7 @@ class PPOConfig(PolicyGradientConfig):
     critic: CriticSettings = CriticSettings()
     kl_in: Literal["loss", "reward"] = "reward"  # where `beta` puts the KL
 
-    @property
-    def has_critic(self) -> bool:
-        return True
+    has_critic: ClassVar = True
 
     @property
     def teaches_alone(self) -> bool:

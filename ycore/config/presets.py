@@ -41,6 +41,11 @@ class Preset:
     # Share of `max_tokens` over which the reward `overlong` falls from 0 to -1; None is without that reward.
     overlong_share: float | None = None
 
+    @property
+    def layer(self) -> JsonObject:
+        """Return it as the lowest layer of a config, under recipe, `--set` and options."""
+        return {"trl": dict(self.trl), **self.run}
+
 
 @cache
 def presets() -> Mapping[str, Preset]:
@@ -59,11 +64,6 @@ def find_preset(name: str) -> Preset:
             f"a preset is one of {', '.join(known)}; it is {name!r}{nearest(name, known)}"
         )
     return known[name]
-
-
-def preset_layer(preset: Preset) -> JsonObject:
-    """The preset as the lowest layer of a config, under recipe, `--set` and options."""
-    return {"trl": dict(preset.trl), **preset.run}
 
 
 def preset_lines(preset: Preset, *, trl: Record, run: Record) -> list[str]:

@@ -117,11 +117,7 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> JsonObject:
         way_out = "`ycore recipes` lists those that come with ycore"
         text = read_yaml_file(Path(name_or_file).expanduser(), what="recipe", way_out=way_out)
     else:
-        known = [
-            name
-            for name in sorted(shipped)
-            if _serves(_command(_parsed(shipped[name], name)), command)
-        ]
+        known = [entry.name for entry in list_recipes() if _serves(entry.command, command)]
         near = nearest(name_or_file, known) or f"; there are {', '.join(known)}"
         raise ConfigError(f"no recipe {name_or_file!r}{near}")
     recipe = _parsed(text, name_or_file)

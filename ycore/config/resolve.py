@@ -21,7 +21,7 @@ from ycore.config.algorithms import (
     find_algorithm,
     find_entry,
 )
-from ycore.config.presets import find_preset, preset_layer
+from ycore.config.presets import find_preset
 from ycore.config.schema import SHARDS_WEIGHTS, AnyConfig, BaseConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import alias_value, aliases, refusal
 from ycore.config.trl_fields import coerce, familiar_options, fields_of
@@ -94,7 +94,7 @@ def resolve_any(
 
 
 def _preset_layer(name: str, entry: AlgorithmEntry) -> JsonObject:
-    layer = preset_layer(find_preset(name))
+    layer = find_preset(name).layer
     for key in layer:
         if key not in entry.config.model_fields:
             raise ConfigError(
@@ -366,7 +366,11 @@ def check_needs(config: AnyConfig) -> None:
     """ConfigError for packages that are not installed and configuration files that do not exist."""
     if config.quantize is not None:
         _check_quantize(config)
-    check_trackers(config)
+    report_to = config.trl.get("report_to")
+    for name in report_to if isinstance(report_to, list) else [report_to]:
+        if name not in (None, "none", "all"):
+            package = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "kubernetes"}
+            _require(package.get(name, name), f"--report-to {name}")
     for name in ("deepspeed", "fsdp_config", "accelerator_config"):
         file = config.trl.get(name)
         if isinstance(file, str) and not os.path.isfile(os.path.expanduser(file)):
@@ -382,16 +386,6 @@ def _require(package: str, option: str) -> None:
         raise ConfigError(
             f"{option}: {package} is not installed; pip install {_PACKAGES.get(package, package)}"
         )
-
-
-def check_trackers(config: BaseConfig) -> None:
-    """Raise ConfigError for trackers that are not installed."""
-    report_to = config.trl.get("report_to")
-    names = report_to if isinstance(report_to, list) else [report_to]
-    for name in names:
-        if name not in (None, "none", "all"):
-            package = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "kubernetes"}
-            _require(package.get(name, name), f"--report-to {name}")
 
 
 def _check_quantize(config: AnyConfig) -> None:

@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +31,9 @@ Whole = Annotated[int, Field(ge=0, strict=True)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Part = Annotated[float, Field(gt=0, le=1)]
 """A share above 0."""
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+"""A share below 1."""
 
 Count = Annotated[int, Field(gt=0, le=10**6, strict=True)]
 """A number of things at once. The limit keeps products of several such numbers small enough to factorise."""
@@ -113,9 +116,7 @@ class RewardConfig(Strict):
     # True: not added to the others, but to be kept; `constraints` says how. Its weight is 0.
     constraint: bool = False
     least: float = 1.0  # a completion keeps the constraint where it gets so much or more
-    limit: Annotated[float, Field(ge=0, lt=1)] = (
-        0.05  # share of completions that may break it (`lagrangian`)
-    )
+    limit: Fraction = 0.05  # share of completions that may break it (`lagrangian`)
 
     @model_validator(mode="before")
     @classmethod
@@ -148,7 +149,7 @@ class LoraSettings(Strict):
 
     r: Positive = 16
     alpha: Positive = 32
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Fraction = 0.0
     target_modules: str | list[str] = "all-linear"
 
 
@@ -206,7 +207,7 @@ class SamplingSettings(Strict):
         True  # replace groups whose rewards are all equal, because they have no gradient
     )
     # A group whose rewards deviate by less than this share of their range does not teach: scaling would make it noise.
-    std_threshold: Annotated[float, Field(ge=0, lt=1)] = 1e-3
+    std_threshold: Fraction = 1e-3
     max_tries: Positive = (
         4  # groups drawn for each one needed, at most; then the step trains on fewer
     )
@@ -216,7 +217,7 @@ class SamplingSettings(Strict):
     # while the step before it trains. From 2 on, prompts are always in flight, and weights change between two tokens.
     max_staleness: Annotated[int, Field(ge=0, le=64, strict=True)] = 0
     # `ycore/effective_share` below which a stream begins its rounds later, so that newer weights write them; 0: never.
-    min_effective_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_effective_share: Fraction = 0.0
     # Share of a round's groups that are taken once more from the last rounds: those whose rewards differed most.
     reuse: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     # Groups in flight for each that is expected to be needed. Above 1 a round is over as soon as it has enough, and
@@ -482,6 +483,8 @@ class RunConfig(ScoredConfig, RowSettings):
     engine: EngineSettings = EngineSettings()
     num_samples: Positive = 4  # completions of each prompt that is evaluated
 
+    has_critic: ClassVar = False
+
     @property
     def has_turns(self) -> bool:
         """Whether something answers the policy between turns: tools, environments or an agent."""
@@ -496,10 +499,6 @@ class RunConfig(ScoredConfig, RowSettings):
     def trains_a_judge(self) -> bool:
         """Whether the policy is asked about the dataset's pairs, as a judge."""
         return any(reward.kind == AGREES for reward in self.rewards)
-
-    @property
-    def has_critic(self) -> bool:
-        return False
 
     @property
     def pays_turns(self) -> bool:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, Union
 
 from ycore.errors import ConfigError, must_be
@@ -58,7 +57,7 @@ def fields_of(class_name: str) -> Mapping[str, TrlField]:
         fields[name] = TrlField(
             name, row["type"], row["default"], choices, row.get("limits", {})
         )
-    return MappingProxyType(fields)
+    return fields
 
 
 OWN_DEFAULTS: Mapping[str, Any] = {

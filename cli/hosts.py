@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, TextIO
 
 from ycore import __version__
@@ -46,6 +46,7 @@ class Host:
     said: set[bytes]  # lines of any host
     waits: list[bytes]  # those in which a host says that it waits for a lost one
     without: str
+    place: Mapping[str, str] = field(default_factory=dict)  # its variables among the hosts
     num_waits = 0  # of `waits` when this host was reached the last time
 
     @property
@@ -89,9 +90,9 @@ class Host:
         with suppress(OSError):  # an end is seen in the status
             self.ssh.stdin.write(orders)
 
-    def start(self, words: Sequence[str], place: Mapping[str, str]) -> None:
+    def start(self, words: Sequence[str]) -> None:
         """Give it the command, its variables and its place among the hosts, and show what it prints."""
-        self.send(json.dumps([words, dict(os.environ), place]).encode() + b"\n")
+        self.send(json.dumps([words, dict(os.environ), self.place]).encode() + b"\n")
         self.readers = [
             threading.Thread(target=self._show, args=streams, daemon=True)
             for streams in ((self.ssh.stdout, sys.stdout), (self.ssh.stderr, sys.stderr))
@@ -141,10 +142,10 @@ def run_on_hosts(
                 host.connect()
             with stops.at_once():
                 common = _meeting_place(hosts)
-            places = [common | {"NODE_RANK": str(number)} for number in range(len(hosts))]
-            for host, place in zip(hosts, places, strict=True):
-                host.start(words, place)
-            status = _follow(hosts, stops, words, places)
+            for number, host in enumerate(hosts):
+                host.place = common | {"NODE_RANK": str(number)}
+                host.start(words)
+            status = _follow(hosts, stops, words)
         finally:
             for host in hosts:
                 host.ssh.kill()
@@ -180,12 +181,7 @@ def _meeting_place(hosts: Sequence[Host]) -> dict[str, str]:
     return {"NNODES": str(len(hosts)), "MASTER_ADDR": address, MEETING_SECRET: secret}
 
 
-def _follow(
-    hosts: Sequence[Host],
-    stops: StopRequests,
-    words: Sequence[str],
-    places: Sequence[Mapping[str, str]],
-) -> int:
+def _follow(hosts: Sequence[Host], stops: StopRequests, words: Sequence[str]) -> int:
     """Pass on output and requests to stop until all have ended; one that ends badly stops the others.
 
     A host that is gone is tried again when another says that it waits for it (`--restarts`).
@@ -194,13 +190,13 @@ def _follow(
     while None in (codes := [host.ssh.poll() for host in hosts]):
         has_failed = any(code not in (None, 0, _NO_CONNECTION) for code in codes)
         wanted = max(stops.count, has_failed)
-        for host, place in zip(hosts, places, strict=True):
+        for host in hosts:
             if wanted > 2:  # it may be frozen
                 host.ssh.kill()
             host.send(_BEAT + _STOP * (wanted - num_stops))
             if host.is_lost and not wanted:
                 host.connect(_PAUSE_S)
-                host.start(_resumed(words), place)
+                host.start(_resumed(words))
         num_stops = wanted
         time.sleep(_BEAT_S)
     for host in hosts:

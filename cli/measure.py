@@ -54,7 +54,7 @@ def plan(
     with stdout_for_json(json):
         base = load_recipe(recipe) if recipe else {}
         algorithm = find_algorithm(base.get("algorithm", "grpo")).name
-        options = o.typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
+        options = o.typed_keys(context, algorithm=algorithm)
         config = planned_config(base, options, sets=context.params.get("set_") or ())
         names_dataset = "dataset" in {**base, **options}
         if show_rows is not None and not names_dataset:

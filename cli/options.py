@@ -270,12 +270,7 @@ Output = OPTIONS["output"]
 Set = OPTIONS["set_"]
 DryRun = OPTIONS["dry_run"]
 Json = OPTIONS["json"]
-ResumeFrom = OPTIONS["resume_from"]
-AcceptChanges = OPTIONS["accept_changes"]
 Steps = whole_number("Optimizer steps in all, for a run that is to be longer; e.g. 200.")
-Processes = OPTIONS["processes"]
-Hosts = OPTIONS["hosts"]
-MinHosts = OPTIONS["min_hosts"]
 
 Best = flag("The model that --keep-best kept, not the last one.", "--best")
 MaxTokens = whole_number("Longest answer, in tokens; e.g. 256.", least=1)
@@ -370,7 +365,7 @@ def resolve_config(
     from ycore.config.recipe_files import load_benchmark, load_recipe, recipe_name
     from ycore.config.resolve import resolve_any
 
-    options = typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
+    options = typed_keys(context, algorithm=algorithm)
     recipe = context.params.get("recipe")
     sets = context.params.get("set_") or ()
     base = load_recipe(recipe, command=algorithm) if recipe else _stored(options, resume=resume)
@@ -383,18 +378,15 @@ def resolve_config(
     return complete_config(config)
 
 
-def typed_keys(
-    context: typer.Context, *, algorithm: str, arguments: Sequence[str] | None = None
-) -> JsonObject:
-    """Collect the keys of a config that were typed; under `trl`, TRL's fields among `arguments`, or else `context.args`."""
-    words = context.args if arguments is None else arguments
-    keys = config_keys(context.params)
+def typed_keys(context: typer.Context, *, algorithm: str) -> JsonObject:
+    """Collect the keys of a config that were typed, and under `trl` TRL's fields among the other words."""
+    keys = config_keys(context.params) | {"algorithm": algorithm}
     declared = [
         name
         for option in context.command.params
         for name in (*option.opts, *option.secondary_opts)
     ]
-    trl = _trl_options(words, declared=declared, entry=find_entry(algorithm))
+    trl = _trl_options(context.args, declared=declared, entry=find_entry(algorithm))
     return keys | ({"trl": trl} if trl else {})
 
 

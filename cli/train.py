@@ -92,21 +92,30 @@ def _go_to(hosts: str | None, min_hosts: int | None) -> None:
     sys.exit(run_on_hosts(names, words, min_hosts=min_hosts or 0))
 
 
+RunName = Annotated[
+    str | None,
+    typer.Argument(metavar="RUN", help="The run's folder; the newest if not given."),
+]
+
+
+@o.takes(
+    "resume_from accept_changes steps processes hosts min_hosts set_ dry_run json",
+    run=RunName,
+    steps=o.Steps,
+)
 def resume(
     context: typer.Context,
-    run: Annotated[
-        str | None,
-        typer.Argument(metavar="RUN", help="The run's folder; the newest if not given."),
-    ] = None,
-    resume_from: o.ResumeFrom = None,
-    accept_changes: o.AcceptChanges = False,
-    steps: o.Steps = None,
-    processes: o.Processes = None,
-    hosts: o.Hosts = None,
-    min_hosts: o.MinHosts = None,
-    set_: o.Set = None,
-    dry_run: o.DryRun = False,
-    json: o.Json = False,
+    *,
+    run: str | None,
+    resume_from: str | None,
+    accept_changes: bool,
+    steps: int | None,
+    hosts: str | None,
+    min_hosts: int | None,
+    set_: list[str] | None,
+    dry_run: bool,
+    json: bool,
+    **_: Any,
 ) -> None:
     """Continue a stopped run from its newest checkpoint.
 
@@ -132,14 +141,14 @@ def resume(
             need="that is not finished (with --steps, any)",
         )
         run = str(newest)
-    words = [run, *context.args]
-    folder_word = _folder_among(words)
-    words.remove(folder_word)
+    context.args = [run, *context.args]
+    folder_word = _folder_among(context.args)
+    context.args.remove(folder_word)
     folder = Path(folder_word).expanduser().absolute()
     if resume_from is not None and not resume_from.isdigit():
         resume_from = str(Path(resume_from).expanduser().absolute())
     stored = _stored_training(folder)
-    keys = o.typed_keys(context, algorithm=str(stored["algorithm"]), arguments=words)
+    keys = o.typed_keys(context, algorithm=str(stored["algorithm"]))
     config = complete_config(
         resolve_any(recipe=stored, sets=set_ or (), options=keys | {"output": str(folder)})
     )

@@ -75,9 +75,7 @@ def test_replicas_hold_as_much_as_one_machine() -> None:
 
 def test_a_full_batch_decodes_more_tokens_a_second_than_one_sequence() -> None:
     def step(sequences: float) -> float:
-        return timing.Serving(JOB.policy, H100, 2, tensor_parallel=1).decode_step_s(
-            sequences, context=512
-        )
+        return timing.decode_step_s(JOB.policy, H100, sequences, context=512, size=2, width=1)
 
     assert 64 / step(64) > 20 / step(1)
     # One sequence reads every weight once: 15 GB at 3.35 TB/s are 4.5 ms, and no device is faster than its memory.
@@ -98,7 +96,8 @@ def test_lengths_are_spread_about_their_mean() -> None:
 
 
 def test_a_judge_that_is_not_there_takes_no_time() -> None:
-    assert timing.serving_s(JOB, WAY, H100, "judge", slots=8, at_once=64) == 0
+    alone = timing.round_seconds(JOB, WAY, H100, at_once={"rollout": 64})
+    assert alone["round"] == alone["generate"] + alone["swaps"] and "judge" not in alone
     judged = replace(JOB, judge=model_facts("Qwen3-8B"))
     assert timing.serving_s(judged, WAY, H100, "judge", slots=8, at_once=64) > 0
 

@@ -5,7 +5,6 @@ the memory's speed (the roofline's two terms, added: Williams et al. 2009), plus
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ycore.models.model_facts import ModelFacts
@@ -21,6 +20,9 @@ from ycore.plan.memory import (
 )
 
 _LENGTH_CLASSES = 8
+_MOVES = (
+    6.0  # of what a layer keeps, in a training step: written, read, and its gradient as often
+)
 _LOGIT_BYTES = 24.0  # of a decoding step: written and read in float32, three times
 _LOSS_BYTES = 20.0  # of a logit in the trainer's head
 
@@ -32,7 +34,6 @@ class Efficiency(NamedTuple):
         training, serving: shares of the device's operations a second in the trainer's and an engine's multiplications.
         narrow: what is left of `training` where products are narrow: beside adapters, or divided among experts.
         memory: share of the memory's bandwidth.
-        passes: how often a training step moves what a layer keeps: write, read, and the same for its gradient.
         decode_s: seconds of a decoding step whatever is in it: scheduling, launching kernels.
         sequence_s: seconds of a sequence in a decoding step: sampling, answering.
         sync_s, sync_bandwidth: a weight sync, whatever the model, and bytes of weights a second.
@@ -46,7 +47,6 @@ class Efficiency(NamedTuple):
     training: float
     serving: float
     memory: float
-    passes: float
     decode_s: float
     sequence_s: float
     sync_s: float
@@ -61,14 +61,14 @@ class Efficiency(NamedTuple):
 
 
 ON_GPU = Efficiency(
-    training=0.65, serving=0.5, memory=0.7, passes=6.0, decode_s=0.004, sequence_s=2e-5,
+    training=0.65, serving=0.5, memory=0.7, decode_s=0.004, sequence_s=2e-5,
     sync_s=0.3, sync_bandwidth=5e9, swap_s=1.5, swap_bandwidth=3.1e9, micro_batch_s=0.02,
     start_s=60.0, narrow=0.5, offload_bandwidth=1.2e10,
 )  # fmt: skip
 """Not measured here. `narrow` was fitted to prime-rl's published steps; docs/plan.md has others, some off by over 25 %."""
 
 ON_CPU = Efficiency(
-    training=0.40, serving=0.30, memory=0.40, passes=6.0, decode_s=0.008, sequence_s=5e-4, request_s=0.010,
+    training=0.40, serving=0.30, memory=0.40, decode_s=0.008, sequence_s=5e-4, request_s=0.010,
     sync_s=0.13, sync_bandwidth=0.48e9, swap_s=0.0, swap_bandwidth=1e12, micro_batch_s=0.05,
     start_s=12.0,
 )  # fmt: skip
@@ -156,7 +156,7 @@ def train_s(work: Workload, strategy: Strategy, device: Device, *, cores: int = 
     if work.lora_rank is not None or work.policy.num_experts > 1:
         flops *= efficiency.narrow
     pass_s = _pass_flops(work, strategy) / flops
-    pass_s += _pass_bytes(work, strategy, efficiency) / bandwidth + efficiency.micro_batch_s
+    pass_s += _pass_bytes(work, strategy) / bandwidth + efficiency.micro_batch_s
     # Adam reads and writes weights, gradients and two moments, and clipping reads the gradients again: 40 bytes.
     shards = 1 if strategy.sharding == "ddp" else strategy.shard_ranks
     optimizer_s = 40.0 * work.trainable / shards / bandwidth
@@ -200,14 +200,14 @@ def _pass_flops(work: Workload, strategy: Strategy) -> float:
     return passes * (linear + attention + adapters) + head
 
 
-def _pass_bytes(work: Workload, strategy: Strategy, efficiency: Efficiency) -> float:
+def _pass_bytes(work: Workload, strategy: Strategy) -> float:
     """Return the bytes that one micro-batch moves beside its multiplications."""
     _, passes = _num_passes(work, strategy)
     kept = work.policy.num_hidden_layers * saved_per_token(work) * _mean_tokens(work, strategy)
     completion_tokens = strategy.micro_batch * work.completion_tokens
     logits = _LOSS_BYTES * work.policy.vocab_size * completion_tokens
     casts = (10.0 if work.bytes_per_value == 2 else 4.0) * work.trainable
-    return passes * efficiency.passes * kept + logits + casts
+    return passes * _MOVES * kept + logits + casts
 
 
 def gather_s(work: Workload, strategy: Strategy, device: Device) -> float:
@@ -252,91 +252,76 @@ def offload_s(work: Workload, strategy: Strategy, device: Device) -> float:
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Serving:
-    """The engines of one role: `count` of them, each with a model on `tensor_parallel` devices.
-
-    `at_once` sequences fit into an engine's cache together.
-    """
-
-    facts: ModelFacts
-    device: Device
-    bytes_per_value: int
-    tensor_parallel: int
-    count: int = 1
-    at_once: int = 1
-
-    def round_s(
-        self, sequences: int, *, prompt_tokens: float, lengths: list[float], context: int
-    ) -> float:
-        """Return the seconds of all sequences of a round, divided among the engines.
-
-        Args:
-            prompt_tokens: what an engine reads for each sequence: two operations a parameter and token.
-            lengths: of the sequences, in equal numbers; they are decoded in waves, which short ones leave first.
-            context: tokens before the first that is written.
-        """
-        efficiency = efficiency_of(self.device)
-        share = -(-sequences // self.count)
-        flops = self.device.flops * efficiency.serving * self.tensor_parallel
-        prefill_s = 2.0 * self.facts.linear_params * share * prompt_tokens / flops
-        wave = max(1.0, min(share, self.at_once))
-        decode_s = 0.0
-        written = 0.0
-        for index, length in enumerate(sorted(lengths)):
-            running = wave * (1 - index / len(lengths))
-            mean_context = context + (written + length) / 2
-            decode_s += (length - written) * self.decode_step_s(running, context=mean_context)
-            written = length
-        return share * efficiency.request_s + prefill_s + decode_s * share / wave
-
-    def decode_step_s(self, sequences: float, *, context: float) -> float:
-        """Return the seconds of one token for each sequence.
-
-        That is the longer of multiplying by the weights and reading them, plus reading the cache of `context` tokens
-        and the logits.
-        """
-        efficiency = efficiency_of(self.device)
-        facts = self.facts
-        size = self.bytes_per_value
-        flops = self.device.flops * efficiency.serving * self.tensor_parallel
-        bandwidth = self.device.bandwidth * efficiency.memory * self.tensor_parallel
-        weights = facts.linear_params + facts.head_params
-        experts = max(1.0, min(sequences, facts.num_experts))
-        weight_bytes = size * min(facts.num_params, weights * experts)
-        product_s = max(2.0 * weights * sequences / flops, weight_bytes / bandwidth)
-        sequence_bytes = size * facts.kv_values * context + _LOGIT_BYTES * facts.vocab_size
-        cache_s = sequences * sequence_bytes / bandwidth
-        return product_s + cache_s + efficiency.decode_s + efficiency.sequence_s * sequences
-
-
 def serving_s(
     work: Workload, strategy: Strategy, device: Device, role: str, *, slots: int, at_once: int
 ) -> float:
     """Return the seconds in which the engines of a role write all completions of a round, or a verdict on each.
 
-    A judge reads its instructions, the prompt and the completion. 0 without a model in that role.
+    A judge reads its instructions, the prompt and the completion. Sequences are decoded in waves, which short ones leave
+    first.
+
+    Args:
+        at_once: sequences that fit into an engine's cache together.
     """
     facts = work.policy if role == ROLLOUT else work.judge
-    if facts is None:
-        return 0.0
+    assert facts is not None
     context = work.prompt_tokens
     prompt_tokens = work.prompt_tokens / work.group_size
     lengths = spread_lengths(work.completion_tokens, work.max_tokens)
     if role != ROLLOUT:
         prompt_tokens = context = work.judge_prompt_tokens + work.completion_tokens
         lengths = [work.judge_tokens]
-    count = slots * strategy.engines_per_slot(role)
+    efficiency = efficiency_of(device)
     width = strategy.width(role)
-    engines = Serving(facts, device, work.bytes_per_value, width, count, at_once)
-    num_sequences = round(work.completions * work.draws)
-    return engines.round_s(
-        num_sequences, prompt_tokens=prompt_tokens, lengths=lengths, context=context
-    )
+    num_engines = slots * strategy.engines_per_slot(role)
+    share = -(-round(work.completions * work.draws) // num_engines)
+    flops = device.flops * efficiency.serving * width
+    prefill_s = 2.0 * facts.linear_params * share * prompt_tokens / flops
+    wave = max(1.0, min(share, at_once))
+    decode_s = 0.0
+    written = 0.0
+    for index, length in enumerate(lengths):
+        step_s = decode_step_s(
+            facts,
+            device,
+            wave * (1 - index / len(lengths)),
+            context=context + (written + length) / 2,
+            size=work.bytes_per_value,
+            width=width,
+        )
+        decode_s += (length - written) * step_s
+        written = length
+    return share * efficiency.request_s + prefill_s + decode_s * share / wave
+
+
+def decode_step_s(
+    facts: ModelFacts,
+    device: Device,
+    sequences: float,
+    *,
+    context: float,
+    size: int,
+    width: int,
+) -> float:
+    """Return the seconds of one token for each sequence, in an engine on `width` devices with values of `size` bytes.
+
+    That is the longer of multiplying by the weights and reading them, plus reading the cache of `context` tokens and the
+    logits.
+    """
+    efficiency = efficiency_of(device)
+    flops = device.flops * efficiency.serving * width
+    bandwidth = device.bandwidth * efficiency.memory * width
+    weights = facts.linear_params + facts.head_params
+    experts = max(1.0, min(sequences, facts.num_experts))
+    weight_bytes = size * min(facts.num_params, weights * experts)
+    product_s = max(2.0 * weights * sequences / flops, weight_bytes / bandwidth)
+    sequence_bytes = size * facts.kv_values * context + _LOGIT_BYTES * facts.vocab_size
+    cache_s = sequences * sequence_bytes / bandwidth
+    return product_s + cache_s + efficiency.decode_s + efficiency.sequence_s * sequences
 
 
 def spread_lengths(mean: float, longest: int) -> list[float]:
-    """Return lengths in classes of equal number: even from zero to twice the mean, or all the longest."""
+    """Return lengths in classes of equal number, the shortest first: even up to twice the mean, or all the longest."""
     if mean >= longest:
         return [float(longest)]
     spread = [2 * mean * (k + 0.5) / _LENGTH_CLASSES for k in range(_LENGTH_CLASSES)]

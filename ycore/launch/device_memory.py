@@ -21,9 +21,10 @@ from ycore.models.model_facts import ModelFacts, facts_of, model_config
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.devices import GIB
 from ycore.plan.memory import (
+    ASLEEP_BYTES,
     HOST_SHARE,
+    MAX_ENGINES_ON_CPU,
     NO_TRAINER,
-    ON_GPU,
     EngineNeed,
     Strategy,
     TrainerMemory,
@@ -50,7 +51,6 @@ _UNUSUAL_KEYS = {"quantization_config", "kv_lora_rank"}
 PROMPT_TOKENS = 512  # tokens of KV cache for a sequence's prompt; longer prompts wait for room
 MAX_SEQS = 256
 MAX_SEQS_ON_CPU = 32  # of a scorer or an evaluation, where more are hardly faster
-_MAX_ENGINES_ON_CPU = 2
 
 
 class Slot(NamedTuple):
@@ -144,7 +144,7 @@ def fit_devices(config: RunConfig, machine: Machine) -> RunConfig:
         config = config.model_copy(update={"engine": engine})
     if machine.device_bytes is None or config.replay is not None:
         return config
-    room = usable_bytes(machine.device_bytes, machine.free_bytes) - ON_GPU.asleep
+    room = usable_bytes(machine.device_bytes, machine.free_bytes) - ASLEEP_BYTES
     shardings = [config.accelerate]
     if config.accelerate is None and config.processes != 1:
         shardings += ["zero2", "zero3"]
@@ -455,7 +455,7 @@ def slots_of(config: RunConfig, site: Site, width: int = 1) -> list[Slot]:
     elif machine.devices:
         count = max_count
     else:
-        count = min(max_count, max(site.layout.local, _MAX_ENGINES_ON_CPU))
+        count = min(max_count, max(site.layout.local, MAX_ENGINES_ON_CPU))
     if count > max_count:
         in_slots = f", of which a slot has {width}" if width > 1 else ""
         raise ConfigError(

@@ -244,6 +244,9 @@ _SYNC_BYTES = (
     0.5 * GIB
 )  # queued by the writing rank (`QUEUED_BYTES` in ycore/engine/weights.py)
 _MAX_SEQUENCES = 256
+MAX_ENGINES_ON_CPU = 2
+"""Engines that a run starts on a CPU by default, where it has fewer ranks."""
+
 _NF4_BITS = 4.127  # with doubly quantised scales of blocks of 64 (arXiv 2305.14314, section 3)
 _CPU_CACHE_STEP = GIB  # on a CPU, vLLM's cache is whole GiB
 _ONE_STEP_ONLY = ("gradients", "copies")  # parts that exist only while a step is computed
@@ -253,25 +256,21 @@ class ProcessOverhead(NamedTuple):
     """Bytes of a process before it has a model: libraries, a device's context, communication buffers.
 
     Attributes:
-        asleep: an engine that sleeps.
         zero: what DeepSpeed adds to a rank of the trainer.
         slack: what an allocator holds beyond what is in use, as a share of that.
     """
 
     trainer: float
-    engine: float
-    asleep: float
     zero: float
     slack: float
 
 
-ON_GPU = ProcessOverhead(
-    trainer=1.2 * GIB, engine=1.5 * GIB, asleep=1.2 * GIB, zero=0.0, slack=0.10
-)
-ON_CPU = ProcessOverhead(
-    trainer=0.85 * GIB, engine=1.5 * GIB, asleep=1.5 * GIB, zero=0.7 * GIB, slack=0.05
-)
+ON_GPU = ProcessOverhead(trainer=1.2 * GIB, zero=0.0, slack=0.10)
+ON_CPU = ProcessOverhead(trainer=0.85 * GIB, zero=0.7 * GIB, slack=0.05)
 """For CPUs as measured; see docs/plan.md."""
+_ENGINE_BYTES = 1.5 * GIB  # of an engine that is awake, on either
+ASLEEP_BYTES = 1.2 * GIB
+"""Bytes of an engine that sleeps."""
 
 
 # -- the trainer -------------------------------------------------------------------------------------------------------
@@ -495,7 +494,7 @@ class EngineNeed:
 
     @property
     def without_cache(self) -> float:
-        return self.weights + self.workspace + ON_GPU.engine
+        return self.weights + self.workspace + _ENGINE_BYTES
 
     @property
     def least_cache(self) -> float:
@@ -512,7 +511,7 @@ class EngineNeed:
         if cache >= self.least_cache:
             at_once = int(min(self.sequences, cache // (self.token_bytes * self.tokens)))
         return EngineMemory(
-            self.weights, max(0.0, cache), self.workspace, ON_GPU.engine, at_once
+            self.weights, max(0.0, cache), self.workspace, _ENGINE_BYTES, at_once
         )
 
 
@@ -563,7 +562,7 @@ def _engine_on_cpu(need: EngineNeed) -> EngineMemory:
         need.facts, need.bytes_per_value, tensor_parallel=need.tensor_parallel, on_cpu=True
     )
     cache = max(1, steps) * _CPU_CACHE_STEP
-    return EngineMemory(weights, cache, 0.0, ON_CPU.engine, need.sequences)
+    return EngineMemory(weights, cache, 0.0, _ENGINE_BYTES, need.sequences)
 
 
 def engines_on_gpu(
@@ -585,7 +584,7 @@ def engines_on_gpu(
     num_models = sum(map(len, needs.values()))
     engines = {}
     for role, role_needs in needs.items():
-        asleep = ON_GPU.asleep * (num_models - len(role_needs))
+        asleep = ASLEEP_BYTES * (num_models - len(role_needs))
         engines[role] = _fill(role_needs, capacity - trainer.resting[offload] - asleep)
     return engines
 
@@ -658,7 +657,7 @@ def gpu_phases(
     awake = {role: sum(engine.awake for engine in models) for role, models in engines.items()}
     idle = awake
     if sleeps:
-        idle = {role: ON_GPU.asleep * len(models) for role, models in engines.items()}
+        idle = {role: ASLEEP_BYTES * len(models) for role, models in engines.items()}
     resting = trainer.resting[offload]
     phases: dict[str, Parts] = {
         "train": {"trainer": trainer.peak, **idle},

@@ -22,6 +22,7 @@ from ycore.plan.devices import (
     usable_cores,
 )
 from ycore.plan.memory import (
+    MAX_ENGINES_ON_CPU,
     SHARDINGS,
     EngineMemory,
     Parts,
@@ -36,9 +37,6 @@ from ycore.plan.timing import step_seconds
 from ycore.run.claim import flat
 from ycore.scoring.scoring import ServedModel
 from ycore.types import JsonObject
-
-MAX_ENGINES_ON_CPU = 2
-"""Engines that a run starts by default (ycore/launch/engines.py)."""
 
 _OTHER_WIDTH = "these engines would span another number of devices; leave it out"
 

@@ -15,10 +15,10 @@ from ycore.errors import ConfigError
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.plan.devices import GIB
 from ycore.plan.memory import (
+    ASLEEP_BYTES,
     DEVICE_SHARE,
     NO_TRAINER,
     OFFLOADED,
-    ON_GPU,
     EngineMemory,
     EngineNeed,
     Parts,
@@ -188,7 +188,7 @@ class _Split:
         )
         if self.sleeps:
             num_asleep = sum(self._num_models.values()) - self._num_models[role]
-            beside = self._trainer.resting[self.offload] + ON_GPU.asleep * num_asleep
+            beside = self._trainer.resting[self.offload] + ASLEEP_BYTES * num_asleep
         left = self._capacity - beside
         billions = (left - (need.least - need.weights)) * need.tensor_parallel
         billions /= need.bytes_per_value * 1e9

@@ -16,20 +16,19 @@ if TYPE_CHECKING:
     from ycore.flow.flow_settings import FlowConfig
     from ycore.run.claim import Resume
 
-FlowModel = o.text("Folder of a flow model as diffusers saves it.", "--model")
+FlowModel = o.text("Folder of a flow model as diffusers saves it.")
 Conditions = o.text(
-    "Rows that each ask for a class; or `classes`, each once; e.g. prompts.jsonl.", "--dataset"
+    "Rows that each ask for a class; or `classes`, each once; e.g. prompts.jsonl."
 )
 PictureReward = o.texts(
     "A function of images, file.py:function, or a judge that sees, judge:FILE.yaml; may be repeated; e.g. "
     "rewards.py:score.",
-    "--reward",
     metavar="NAME",
 )
 HeldOutJudge = o.texts(
     "The same, measured beside the reward and not trained on; may be repeated; e.g. judge.py:reads.",
-    "--eval-reward", metavar="NAME",
-)  # fmt: skip
+    metavar="NAME",
+)
 Method = o.text(
     "How it learns: nft (DiffusionNFT) or grpo (Flow-GRPO); see docs/pictures.md.",
     metavar="NAME",

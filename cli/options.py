@@ -135,7 +135,6 @@ OPTIONS: Mapping[str, Any] = {
     ),
     "engine": text(
         "auto, vllm or transformers [auto].",
-        "--engine",
         metavar="KIND",
     ),
     "sandbox": text(
@@ -246,17 +245,13 @@ OPTIONS: Mapping[str, Any] = {
 
 Datasets = texts(
     "Hub id, JSONL, CSV or Parquet file, or a task; may be repeated, as a.jsonl:0.7.",
-    "--dataset",
     metavar="NAME[:SHARE]",
 )
 Models = texts(
     "Hub id or folder; several are measured on the same prompts and compared.",
-    "--model",
     metavar="MODEL",
 )
-Examples = text(
-    "Hub id, or JSONL, CSV or Parquet file, with the columns named above.", "--dataset"
-)
+Examples = text("Hub id, or JSONL, CSV or Parquet file, with the columns named above.")
 ExampleSteps = whole_number("Optimizer steps, in place of --epochs; e.g. 200 [TRL: max_steps].")
 StageSet = texts(
     "Any key of a stage; may be repeated; e.g. sft.steps=50.",
@@ -275,12 +270,10 @@ Steps = whole_number("Optimizer steps in all, for a run that is to be longer; e.
 Best = flag("The model that --keep-best kept, not the last one.", "--best")
 MaxTokens = whole_number("Longest answer, in tokens; e.g. 256.", least=1)
 Seed = whole_number("Fixes the answers; e.g. 0.", least=0)
-Ask = texts("Say this and end; may be repeated; e.g. 'Hello.'", "--prompt", metavar="TEXT")
-SystemPrompt = text(
-    "In place of the run's own; '' for none; e.g. 'Be brief.'", "--system-prompt"
-)
+Ask = texts("Say this and end; may be repeated; e.g. 'Hello.'", metavar="TEXT")
+SystemPrompt = text("In place of the run's own; '' for none; e.g. 'Be brief.'")
 Form = text("merged, a whole model's folder, or gguf, one file [merged].", "--format")
-PushTo = text("Push to this model repository; e.g. me/sums.", "--push", metavar="REPO")
+PushTo = text("Push to this model repository; e.g. me/sums.", metavar="REPO")
 Private = flag("Make the repository private, if it is made.", "--private")
 Live = flag("Follow one run in the terminal; Ctrl-C only leaves it.", "--live")
 Once = flag("Show one run in the terminal as it is now, and return.", "--once")
@@ -293,11 +286,10 @@ KEYS: Mapping[str, str] = {
 }  # fmt: skip
 """Options that have another name than the key that they set."""
 
-_WITHOUT_KEY = {
-    "recipe", "set_", "dry_run", "show_rows", "resume", "resume_from", "accept_changes", "json",
-    "benchmark", "run", "hosts", "min_hosts",
-    "devices", "judge", "prompt_tokens", "completion_tokens", "top",
-}  # fmt: skip
+_WITHOUT_KEY = """
+    recipe set_ dry_run show_rows resume resume_from accept_changes json benchmark run hosts min_hosts
+    devices judge prompt_tokens completion_tokens top
+"""
 
 TRL_FIELDS: Mapping[str, str] = {
     "learning_rate": "Peak learning rate",
@@ -398,7 +390,7 @@ def config_keys(params: Record) -> JsonObject:
     for name, value in params.items():
         if isinstance(value, tuple | list):
             value = list(value) or None
-        if name in _WITHOUT_KEY or value is None:
+        if name in _WITHOUT_KEY.split() or value is None:
             continue
         if name == "lora":
             value = {} if value else None

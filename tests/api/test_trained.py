@@ -71,7 +71,7 @@ def test_a_reward_model_does_not_write(run: Path) -> None:
 
 def test_the_same_turns_have_the_same_answers(run: Path) -> None:
     def answers(seed: int) -> list[str]:
-        chat = trained.Chat(run / "model", ChatSettings(6, 1.0, seed))
+        chat = trained.Chat(run / "model", ChatSettings(6, 1.0, seed, (), {}))
         return [chat.say("2 + 2"), chat.say("and then?")]
 
     assert answers(0) == answers(0) != answers(1)
@@ -107,7 +107,7 @@ def test_a_chat_has_the_template_arguments_of_its_run(run: Path) -> None:
     (run / "run.json").write_text(json.dumps(stored))
     assert trained.template_arguments(str(run)) == arguments
 
-    settings = ChatSettings(8, 0.0, 0, template_arguments=arguments)
+    settings = ChatSettings(8, 0.0, 0, (), arguments)
     chat = trained.Chat(run / "model", settings)
     rendered = []
     render = chat._tokenizer.apply_chat_template
@@ -138,7 +138,7 @@ def test_a_chat_does_not_sample_by_the_folders_defaults(
 
     file = run / "model" / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **of_folder}))
-    chat = trained.Chat(run / "model", ChatSettings(8, 0.0, 0))
+    chat = trained.Chat(run / "model", ChatSettings(8, 0.0, 0, (), {}))
     answer = chat.say("2 + 2")
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     model = AutoModelForCausalLM.from_pretrained(run / "model")
@@ -155,7 +155,7 @@ class Recorder(trained.Chat):
     """Answers `a` and keeps what it is asked."""
 
     def __init__(self, folder: Path, before: Sequence[Any] = ()) -> None:
-        super().__init__(folder, ChatSettings(6, 1.0, 5, before))
+        super().__init__(folder, ChatSettings(6, 1.0, 5, before, {}))
         self.prompts: list[Any] = []
 
     def _write(self, prompt: Any, *, seed: int, show: Any) -> str:
@@ -183,7 +183,7 @@ def test_a_conversation_goes_on_from_the_turns_before_it(run: Path, tmp_path: Pa
 
 def test_what_is_shown_while_it_is_written_is_the_answer(run: Path) -> None:
     pieces: list[str] = []
-    chat = trained.Chat(run / "model", ChatSettings(60, 1.0, 0))
+    chat = trained.Chat(run / "model", ChatSettings(60, 1.0, 0, (), {}))
     answer = chat.say("2 + 2", show=pieces.append)
     assert "".join(pieces) == answer
     assert len([words for words in pieces if words]) > 1

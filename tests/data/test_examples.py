@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -363,7 +364,8 @@ def test_prompts_that_differ_only_in_white_space_are_held_out_together() -> None
     for seed in range(8):
         train, apart = hold_out(rows, 1, random.Random(seed))
         assert (
-            sorted((len(train), len(apart))) == [1, 2] and ExampleSet(train, apart).overlap == 0
+            sorted((len(train), len(apart))) == [1, 2]
+            and ExampleSet(train, apart, Counter(), {}, {}).overlap == 0
         )
 
 

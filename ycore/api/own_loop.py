@@ -203,9 +203,7 @@ class Round:
                 self._run.trainer.rounds = self
                 self._run.train()
                 self._answers.put(None)
-                while (
-                    request := self._requests.get()
-                ) is not None:  # save, after the last step
+                while request := self._requests.get():  # save, after the last step
                     self._serve(request)
             except Interrupted:
                 self._run.save_checkpoint()

@@ -125,9 +125,8 @@ def parse_pipeline(
     file = validated(PipelineFile, declared, what="a pipeline", error=ConfigError)
     folder = Path(file.output or f"runs/{name}")
     paths = {} if file.model is None else {"model": file.model}
-    stand_ins = dict(
-        paths
-    )  # the first model for every policy, and nothing else that is to come
+    # The first model for every policy, and nothing else that is to come.
+    stand_ins = dict(paths)
     stages = []
     for stage_name, stage_keys in file.stages.items():
         stage = _parse_stage(

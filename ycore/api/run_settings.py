@@ -101,12 +101,12 @@ def keys_of(algorithm: str, settings: Record) -> JsonObject:
     return keys
 
 
-_IN_OTHER_ROWS = {
-    "algorithm", "model", "dataset", "mixture", "output", "rewards", "tools", "env", "agent", "max_turns", "preset",
-    "prompts_per_step", "group_size", "batch_size", "max_tokens", "num_samples", "pairs",
-    "steps", "epochs", "seed", "dtype", "processes", "lora", "lora.r", "engine.kind",
-    "eval_dataset", "eval_every", "eval_rewards", "held_out",
-}  # fmt: skip
+_IN_OTHER_ROWS = """
+    algorithm model dataset mixture output rewards tools env agent max_turns preset
+    prompts_per_step group_size batch_size max_tokens num_samples pairs
+    steps epochs seed dtype processes lora lora.r engine.kind
+    eval_dataset eval_every eval_rewards held_out
+"""
 """Settings that a plan shows in rows of their own."""
 
 
@@ -119,9 +119,9 @@ def changed_settings(config: AnyConfig, *, trains: bool) -> dict[str, list[Any]]
     defaults = _by_name(type(config).model_construct().model_dump(mode="json"))
     defaults |= {**find_algorithm(config.algorithm).trl_defaults, **OWN_DEFAULTS}
     settings = redact(config.model_dump(mode="json"))
-    in_other_rows = _IN_OTHER_ROWS
+    in_other_rows = _IN_OTHER_ROWS.split()
     if trains:
-        in_other_rows = in_other_rows.union(MAIN_FIELDS, ["learning_rate"])
+        in_other_rows += [*MAIN_FIELDS, "learning_rate"]
     else:
         settings["trl"] = config.changed_sampling if isinstance(config, RunConfig) else {}
     if (preset := settings.get("preset")) is not None:

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,8 @@ class ChatSettings:
     max_tokens: int
     temperature: float
     seed: int
-    before: Sequence[dict[str, str]] = ()
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    before: Sequence[dict[str, str]]
+    template_arguments: Mapping[str, Any]
 
 
 class Chat:

@@ -44,13 +44,11 @@ class Algorithm(AlgorithmEntry):
     examples: tuple[str, ...]  # command lines for `--help`, without `ycore NAME`
     learns_from: Literal["rollouts", "examples"]
     trainer: str  # `module:attribute` of its trainer's class, or of a function that chooses it by the config
-    lacks: tuple[
-        str, ...
-    ] = ()  # options of runs with rollouts that its config class has no key for
+    # Options of runs with rollouts that its config class has no key for.
+    lacks: tuple[str, ...] = ()
     learning_rate: float  # the default for every weight; TRL's own default serves one of the two kinds of weights only
-    lora_learning_rate: (
-        float  # the default for adapters, which start at zero and need larger steps
-    )
+    # The default for adapters, which start at zero and need larger steps.
+    lora_learning_rate: float
     settings: Mapping[str, Any] = field(default_factory=dict)  # keys under every other layer
     # An example is an answer, a better and a worse answer, or an answer with a label.
     rows: Literal["answers", "pairs", "labelled"] | None = None
@@ -58,12 +56,10 @@ class Algorithm(AlgorithmEntry):
     figures: tuple[str, ...] = ()
     sequences_per_row: int = 1  # sequences that the trainer runs for one row
     min_micro_batch: int = 1  # the fewest rows in a micro-batch
-    trains_reward_model: bool = (
-        False  # whether the result is a reward model instead of a policy
-    )
-    experimental: bool = (
-        False  # whether TRL may change it at any time; `ycore --help` does not list it
-    )
+    # Whether the result is a reward model instead of a policy.
+    trains_reward_model: bool = False
+    # Whether TRL may change it at any time; `ycore --help` does not list it.
+    experimental: bool = False
 
     @property
     def trl_defaults(self) -> dict[str, Any]:
@@ -86,9 +82,8 @@ class AlgorithmFamily(AlgorithmEntry):
     run: str  # called with the run's folder in the trainer's process; `trainer.__main__.AlgorithmRun`
     command: str  # the Typer command
     plan: str  # called with the config, `resume` and `how`; returns JSON values, as `training_plan` does
-    plan_rows: (
-        str  # called with the config, its plan and `resume`; the rows that a person reads
-    )
+    # Called with the config, its plan and `resume`; the rows that a person reads.
+    plan_rows: str
     closing_rows: str  # called with the config of a finished run
 
 

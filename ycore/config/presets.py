@@ -34,9 +34,8 @@ class Preset:
     title: str
     source: str
     trl: Record  # fields of TRL's config
-    run: Record = field(
-        default_factory=dict
-    )  # keys of RunConfig: `advantage`, `sampling`, `loss_from`
+    # Keys of RunConfig: `advantage`, `sampling`, `loss_from`.
+    run: Record = field(default_factory=dict)
     notes: Sequence[str] = ()  # differences from the paper, a line each
     # Share of `max_tokens` over which the reward `overlong` falls from 0 to -1; None is without that reward.
     overlong_share: float | None = None

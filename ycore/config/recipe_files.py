@@ -84,8 +84,8 @@ class RecipeEntry:
 
     name: str
     description: str
-    command: str = "grpo"
-    never_run: str = ""
+    command: str
+    never_run: str
     """Why nobody has run it to its end where its figures would come from; empty where somebody has."""
 
     @property
@@ -135,9 +135,8 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> JsonObject:
 class Halving(Strict):
     """Successive halving: all combinations run to the first of `steps`, and the best 1 / `factor` go on to the next."""
 
-    steps: list[Positive | None] = Field(
-        default=[None], min_length=1
-    )  # None is the recipe's own
+    # None is the recipe's own.
+    steps: list[Positive | None] = Field(default=[None], min_length=1)
     factor: Annotated[int, Field(ge=2)] = 2
 
 

@@ -180,9 +180,8 @@ class EngineSettings(Strict):
     sleep: Literal["auto"] | bool = "auto"
     # What leaves a GPU for host memory during a round, where engines sleep; `auto`: no more than is needed.
     offload: Literal["auto"] | Offload = "auto"
-    args: dict[
-        str, Any
-    ] = {}  # any other argument of vLLM's for the policy's engines, by vLLM's own name
+    # Any other argument of vLLM's for the policy's engines, by vLLM's own name.
+    args: dict[str, Any] = {}
     # Limit for an engine to become ready, and then for the trainer to reach its first step.
     start_timeout_s: PositiveFloat = 600.0
     # Limit for an engine to answer a request, including its retries; of a completion at least 1 s for 10 tokens.
@@ -203,14 +202,12 @@ class EngineSettings(Strict):
 class SamplingSettings(Strict):
     """Which groups a step trains on (dynamic sampling: DAPO, arXiv 2503.14476)."""
 
-    dynamic: bool = (
-        True  # replace groups whose rewards are all equal, because they have no gradient
-    )
+    # Replace groups whose rewards are all equal, because they have no gradient.
+    dynamic: bool = True
     # A group whose rewards deviate by less than this share of their range does not teach: scaling would make it noise.
     std_threshold: Fraction = 1e-3
-    max_tries: Positive = (
-        4  # groups drawn for each one needed, at most; then the step trains on fewer
-    )
+    # Groups drawn for each one needed, at most; then the step trains on fewer.
+    max_tries: Positive = 4
     # Policy versions by which a surplus group of an earlier round may lag; 0 drops surplus groups.
     max_age: Annotated[int, Field(ge=0)] = 1
     # Steps by which the policy that writes a round may lag behind the one that learns from it. 1: a round is written
@@ -255,14 +252,12 @@ class TurnSettings(Strict):
     # its own, and is answered as by a user. An environment whose only tool is `step(text)` gets whole turns. `auto`
     # takes `template` where the chat template shows tools, and else `calls`.
     actions: Literal["auto", "template", "calls"] = "auto"
-    max_tokens: Positive | None = (
-        None  # longest turn of the policy; None is what is left of the completion
-    )
+    # Longest turn of the policy; None is what is left of the completion.
+    max_tokens: Positive | None = None
     call_s: PositiveFloat = 10.0  # limit for one call; the policy is told that it took too long
     completion_s: PositiveFloat = 120.0  # limit for all calls of a completion, which then ends
-    at_once: Positive = (
-        64  # processes of tools and environments, at most: completions that are with one
-    )
+    # Processes of tools and environments, at most: completions that are with one.
+    at_once: Positive = 64
     memory_gib: Annotated[float, Field(ge=0.125)] = 1.0  # of each such process
     sandbox: RewardSandbox = RewardSandbox()  # of your own tools and environment
 
@@ -315,9 +310,8 @@ class BaseConfig(Strict):
     # `4bit`: the frozen base of a LoRA run in NF4 (QLoRA, arXiv 2305.14314); engines get it whole, as rounded.
     quantize: Literal["4bit"] | None = None
     merge: bool = False  # also save the model with its adapters merged in; a reward model is always saved whole
-    checkpoint_every: Positive | None = (
-        None  # steps between checkpoints; None is a fifth of the run
-    )
+    # Steps between checkpoints; None is a fifth of the run.
+    checkpoint_every: Positive | None = None
     # Training ranks on this machine, each with its own share of the prompts; `auto` is one a GPU, and one on a CPU.
     processes: Literal["auto"] | Count = "auto"
     steps: Positive | None = None  # optimizer steps
@@ -363,9 +357,8 @@ class MixturePart(RowSettings):
     """One dataset of several; what it does not say is the run's."""
 
     dataset: str
-    share: Annotated[float, Field(gt=0)] = (
-        1.0  # of the prompts, beside the shares of the others
-    )
+    # Of the prompts, beside the shares of the others.
+    share: PositiveFloat = 1.0
     split: str = "train"
     limit: Positive | None = None
     # Those of the run's rewards that score it; None is all.
@@ -442,14 +435,12 @@ class RunConfig(ScoredConfig, RowSettings):
     # What it acts in: `file.py:Class`, as TRL's `environment_factory`: `reset`, public methods, `get_reward`. Of
     # several, a row's column `environment` names its own: the NAME in `NAME=file.py:Class`, or else the class.
     env: Annotated[list[str], BeforeValidator(_as_list)] = []
-    env_python: str | None = (
-        None  # another Python for tools and environment, one with packages of its own
-    )
+    # Another Python for tools and environment, one with packages of its own.
+    env_python: str | None = None
     # A command that is started once a completion, and talks to the policy as an OpenAI client.
     agent: str | None = None
-    max_turns: Positive = (
-        8  # turns of the policy in a completion, where it has tools, an environment or an agent
-    )
+    # Turns of the policy in a completion, where it has tools, an environment or an agent.
+    max_turns: Positive = 8
     turns: TurnSettings = TurnSettings()
     system_prompt: Said | None = None
     # Turns before every prompt, after the system's: a worked example, `{role: user, content: ...}` and so on.
@@ -465,15 +456,12 @@ class RunConfig(ScoredConfig, RowSettings):
     eval_dataset: str | None = None
     eval_split: str | None = None  # None is `test`
     eval_limit: Positive | None = None  # rows to take from it; None takes all
-    keep_best: str | None = (
-        None  # a figure of an evaluation, e.g. `pass@1`: its best model is kept in `best/`
-    )
-    stop_when: list[
-        str
-    ] = []  # ends a run early: `no-gain:N` evaluations, `nothing-to-learn:N` steps, `seconds:N`
-    constraints: ConstraintSettings = (
-        ConstraintSettings()
-    )  # of the rewards that are marked as constraints
+    # A figure of an evaluation, e.g. `pass@1`: its best model is kept in `best/`.
+    keep_best: str | None = None
+    # Ends a run early: `no-gain:N` evaluations, `nothing-to-learn:N` steps, `seconds:N`.
+    stop_when: list[str] = []
+    # Of the rewards that are marked as constraints.
+    constraints: ConstraintSettings = ConstraintSettings()
     # The folder of a run whose journal provides the rounds: nothing is generated, and no engine is started.
     replay: str | None = None
     # How long ranks wait for each other in one exchange of a round. Training's own collectives have the step's limit.
@@ -792,20 +780,17 @@ class EvalConfig(RunConfig):
 class TuneConfig(BaseConfig, RowSettings):
     """A run that learns from given examples."""
 
-    eval_dataset: str | None = (
-        None  # where held-out rows come from; None takes them from `dataset`
-    )
+    # Where held-out rows come from; None takes them from `dataset`.
+    eval_dataset: str | None = None
     # The split of the held-out rows; None splits `dataset` so that no prompt is on both sides.
     eval_split: str | None = None
     # Rows to measure on before the first step, every `eval_every` steps and after the last. None is a tenth of the
     # rows, at most 256; 0 measures nothing.
     held_out: Whole | None = None
-    eval_every: Positive | None = (
-        None  # None: a fifth of the run where the next two ask, else only the two ends
-    )
-    keep_best: str | None = (
-        None  # a figure of the held-out rows, e.g. `loss`: its best model is kept in `best/`
-    )
+    # None: a fifth of the run where the next two ask, else only the two ends.
+    eval_every: Positive | None = None
+    # A figure of the held-out rows, e.g. `loss`: its best model is kept in `best/`.
+    keep_best: str | None = None
     stop_when: list[str] = []  # ends a run early: `no-gain:N` evaluations, `seconds:N`
     # Rows (a pair is one) in an optimizer step, over all ranks; None is 8, or the product of TRL's batch fields.
     batch_size: Positive | None = None

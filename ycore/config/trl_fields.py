@@ -1,7 +1,7 @@
 """The fields of TRL's config classes as options: what each takes, and a value of the right type or a refusal.
 
-    fields_of("GRPOConfig")["beta"]                    TrlField(name="beta", type="float", default=0.0, choices=())
-    coerce(fields_of("GRPOConfig")["bf16"], "false")   False
+    fields_of("GRPOConfig")["beta"]        TrlField(name="beta", type="float", default=0.0, choices=(), limits={})
+    coerce(fields_of("GRPOConfig")["bf16"], "false")       False
 
 They are read from `trl_fields.json`, because importing TRL takes seconds. After a change of the pinned TRL,
 `python -m tests.config.trl_table` writes that table again; a test compares it with the installed TRL.
@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from dataclasses import field as dataclass_field
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
@@ -29,8 +28,8 @@ class TrlField:
     name: str
     type: str
     default: Any
-    choices: tuple[str, ...] = ()
-    limits: Mapping[str, float] = dataclass_field(default_factory=dict)
+    choices: tuple[str, ...]
+    limits: Mapping[str, float]
     """Bounds of a number in pydantic's words: `ge`, `gt`, `le`."""
 
     @property

@@ -229,9 +229,8 @@ def _turn(turn: Any, label: str, row: TableRow, aliases: dict[str, str]) -> Mess
         )
     if role != name:
         aliases[name] = role
-    for key in (
-        _WEIGHT_KEYS & rest.keys()
-    ):  # they take an answer out of the loss; a weight of 1 says nothing
+    # They take an answer out of the loss; a weight of 1 says nothing.
+    for key in _WEIGHT_KEYS & rest.keys():
         weight = rest.pop(key)
         if role == "assistant" and weight not in (1, True, "1"):
             raise DataError(
@@ -365,9 +364,8 @@ def golds_of(answer: Any) -> list[str]:
 def _listed_golds(text: str) -> list[str]:
     """Return the accepted answers that a text lists; none where it is an answer itself, as `[1, 2]`."""
     try:
-        value = parse_literal(
-            re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)
-        )  # numpy's text has no commas
+        # numpy's text has no commas.
+        value = parse_literal(re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text))
     except ValueError:
         return []
     are_texts = isinstance(value, list) and all(isinstance(item, str) for item in value)

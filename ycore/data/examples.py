@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ycore.config.algorithms import find_algorithm
@@ -59,9 +59,9 @@ class ExampleSet:
 
     train: Sequence[Example]
     held_out: Sequence[Example]
-    left_out: Counter[str] = field(default_factory=Counter)
-    reading: Record = field(default_factory=dict)
-    samples: Mapping[str, Example] = field(default_factory=dict)
+    left_out: Counter[str]
+    reading: Record
+    samples: Mapping[str, Example]
 
     @property
     def is_chat(self) -> bool:

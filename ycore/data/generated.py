@@ -25,9 +25,8 @@ _SALT = "2 "
 _MAX_SIZE = 1_000_000
 _MAX_SHUFFLED = 1 << 18  # a task with more questions draws them in place of shuffling all
 _TAKE_ONE = "; take one of them"
-_GYM_DRAWS_PER_ROW = (
-    12  # a test question is one of five: draws enough to find as many as wanted
-)
+# A test question is one of five: draws enough to find as many as wanted.
+_GYM_DRAWS_PER_ROW = 12
 
 
 def task_table(text: str, *, split: str, seed: int) -> Table:

@@ -236,13 +236,11 @@ HEAD_TILE = 512
 DEVICE_SHARE, HOST_SHARE = 0.95, 0.9
 """Shares of a GPU's and of the host's memory that a plan may use."""
 
-_LOGIT_BYTES = (
-    14  # one logit of a tile: in bfloat16, in float32, its log-softmax and its softmax
-)
+# One logit of a tile: in bfloat16, in float32, its log-softmax and its softmax.
+_LOGIT_BYTES = 14
 _PREFILL_TOKENS = 8192  # prompt tokens that vLLM takes into one step at most, by default
-_SYNC_BYTES = (
-    0.5 * GIB
-)  # queued by the writing rank (`QUEUED_BYTES` in ycore/engine/weights.py)
+# Queued by the writing rank (`QUEUED_BYTES` in ycore/engine/weights.py)
+_SYNC_BYTES = 0.5 * GIB
 _MAX_SEQUENCES = 256
 MAX_ENGINES_ON_CPU = 2
 """Engines that a run starts on a CPU by default, where it has fewer ranks."""

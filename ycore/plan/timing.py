@@ -20,9 +20,8 @@ from ycore.plan.memory import (
 )
 
 _LENGTH_CLASSES = 8
-_MOVES = (
-    6.0  # of what a layer keeps, in a training step: written, read, and its gradient as often
-)
+# Of what a layer keeps, in a training step: written, read, and its gradient as often.
+_MOVES = 6.0
 _LOGIT_BYTES = 24.0  # of a decoding step: written and read in float32, three times
 _LOSS_BYTES = 20.0  # of a logit in the trainer's head
 

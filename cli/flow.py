@@ -16,25 +16,6 @@ if TYPE_CHECKING:
     from ycore.flow.flow_settings import FlowConfig
     from ycore.run.claim import Resume
 
-FlowModel = o.text("Folder of a flow model as diffusers saves it.")
-Conditions = o.text(
-    "Rows that each ask for a class; or `classes`, each once; e.g. prompts.jsonl."
-)
-PictureReward = o.texts(
-    "A function of images, file.py:function, or a judge that sees, judge:FILE.yaml; may be repeated; e.g. "
-    "rewards.py:score.",
-    metavar="NAME",
-)
-HeldOutJudge = o.texts(
-    "The same, measured beside the reward and not trained on; may be repeated; e.g. judge.py:reads.",
-    metavar="NAME",
-)
-Method = o.text(
-    "How it learns: nft (DiffusionNFT) or grpo (Flow-GRPO); see docs/pictures.md.",
-    metavar="NAME",
-)
-LearningRate = o.fraction("Learning rate [1e-05].")
-
 
 @o.takes(
     """
@@ -42,12 +23,24 @@ LearningRate = o.fraction("Learning rate [1e-05].")
     keep_journal restarts seed set_ recipe output dry_run resume resume_from accept_changes
     json
     """,
-    model=FlowModel,
-    dataset=Conditions,
-    reward=PictureReward,
-    eval_reward=HeldOutJudge,
-    method=Method,
-    learning_rate=LearningRate,
+    model=o.text("Folder of a flow model as diffusers saves it."),
+    dataset=o.text(
+        "Rows that each ask for a class; or `classes`, each once; e.g. prompts.jsonl."
+    ),
+    reward=o.texts(
+        "A function of images, file.py:function, or a judge that sees, judge:FILE.yaml; may be repeated; e.g. "
+        "rewards.py:score.",
+        metavar="NAME",
+    ),
+    eval_reward=o.texts(
+        "The same, measured beside the reward and not trained on; may be repeated; e.g. judge.py:reads.",
+        metavar="NAME",
+    ),
+    method=o.text(
+        "How it learns: nft (DiffusionNFT) or grpo (Flow-GRPO); see docs/pictures.md.",
+        metavar="NAME",
+    ),
+    learning_rate=o.fraction("Learning rate [1e-05]."),
     steps=o.whole_number("Optimizer steps [20]."),
 )
 def flow(context: typer.Context, **options: Any) -> None:

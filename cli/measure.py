@@ -12,8 +12,6 @@ from ycore_cli.output import print_json, print_line, print_table, stdout_for_jso
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
 
-Top = o.whole_number("Ways to show.", least=1)
-
 
 @o.takes(
     """
@@ -21,7 +19,7 @@ Top = o.whole_number("Ways to show.", least=1)
     quantize accelerate dynamic_sampling max_staleness dataset split prompt_column answer_column show_rows
     set_ recipe json
     """,
-    top=Top,
+    top=o.whole_number("Ways to show.", least=1),
 )
 def plan(
     context: typer.Context,

@@ -265,7 +265,6 @@ Output = OPTIONS["output"]
 Set = OPTIONS["set_"]
 DryRun = OPTIONS["dry_run"]
 Json = OPTIONS["json"]
-Steps = whole_number("Optimizer steps in all, for a run that is to be longer; e.g. 200.")
 
 Best = flag("The model that --keep-best kept, not the last one.", "--best")
 MaxTokens = whole_number("Longest answer, in tokens; e.g. 256.", least=1)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ycore.api.tables import aligned, folded
-from ycore.config.algorithms import find_algorithm
 from ycore.errors import ConfigError
 from ycore.run.files import RunFolder, json_safe, read_json
 from ycore.run.text import named_first, printable
@@ -71,7 +70,7 @@ def print_closing(config: "RunConfig | TuneConfig") -> None:
         _print_samples(read_json(folder.samples))
     summary = read_json(folder.summary) if folder.summary.is_file() else {}
     rows = [
-        *evaluation_rows(folder, summary, find_algorithm(config.algorithm).figures),
+        *evaluation_rows(folder, summary, config.algorithm_row.figures),
         ("model", str(folder.model)),
         ("curve", str(folder.curve)),
         ("metrics", str(folder.metrics)),
@@ -91,7 +90,7 @@ def _next_commands(config: "RunConfig | TuneConfig") -> Iterator[str]:
     folder = RunFolder(Path(config.output))
     if isinstance(config, TuneConfig):
         words = ["eval", "--model", str(folder.model), "--reward", "exact_answer"]
-        if find_algorithm(config.algorithm).trains_reward_model:
+        if config.algorithm_row.trains_reward_model:
             words = ["grpo", "--model", config.model, "--reward", f"rm:{folder.model}"]
         yield shlex.join(["ycore", *words, "--dataset", "FILE"])
         return

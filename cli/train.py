@@ -92,16 +92,13 @@ def _go_to(hosts: str | None, min_hosts: int | None) -> None:
     sys.exit(run_on_hosts(names, words, min_hosts=min_hosts or 0))
 
 
-RunName = Annotated[
-    str | None,
-    typer.Argument(metavar="RUN", help="The run's folder; the newest if not given."),
-]
-
-
 @o.takes(
     "resume_from accept_changes steps processes hosts min_hosts set_ dry_run json",
-    run=RunName,
-    steps=o.Steps,
+    run=Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="The run's folder; the newest if not given."),
+    ],
+    steps=o.whole_number("Optimizer steps in all, for a run that is to be longer; e.g. 200."),
 )
 def resume(
     context: typer.Context,

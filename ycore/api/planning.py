@@ -8,7 +8,6 @@ from typing import Any
 
 from ycore.api.run_settings import keys_of
 from ycore.api.tables import Planned, aligned
-from ycore.config.algorithms import find_algorithm
 from ycore.config.resolve import require_rollouts, resolve
 from ycore.config.schema import (
     BaseConfig,
@@ -221,7 +220,7 @@ def _examples_time(
     tokens: int,
 ) -> JsonObject:
     """Forecast the seconds of a run on given examples, without those of evaluations."""
-    sequences = find_algorithm(config.algorithm).sequences_per_row
+    sequences = config.algorithm_row.sequences_per_row
     strategy = rank_strategy(config, site.layout, batch)
     strategy = replace(strategy, micro_batch=strategy.micro_batch * sequences)
     work = Workload(

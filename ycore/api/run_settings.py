@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ycore.config.algorithms import find_algorithm
 from ycore.config.presets import find_preset
 from ycore.config.recipe_files import load_benchmark
 from ycore.config.resolve import resolve
@@ -117,7 +116,7 @@ def changed_settings(config: AnyConfig, *, trains: bool) -> dict[str, list[Any]]
     measurement reads those of sampling alone.
     """
     defaults = _by_name(type(config).model_construct().model_dump(mode="json"))
-    defaults |= {**find_algorithm(config.algorithm).trl_defaults, **OWN_DEFAULTS}
+    defaults |= {**config.algorithm_row.trl_defaults, **OWN_DEFAULTS}
     settings = redact(config.model_dump(mode="json"))
     in_other_rows = _IN_OTHER_ROWS.split()
     if trains:
@@ -140,7 +139,7 @@ def _by_name(settings: Record) -> JsonObject:
 
 def main_settings(config: AnyConfig) -> JsonObject:
     """Return the loss and TRL's main fields of the run, also where they are at their defaults."""
-    values = find_algorithm(config.algorithm).trl_defaults | config.trl
+    values = config.algorithm_row.trl_defaults | config.trl
     loss_from = getattr(config, "loss_from", "grpo")
     if loss_from != "grpo":
         values["loss_type"] = loss_from

@@ -7,7 +7,7 @@ from ycore.api.planning import run_length
 from ycore.api.rollout_checks import check_rollouts
 from ycore.api.run_settings import changed_settings, main_settings
 from ycore.api.shown_rows import reading_warnings, rows_read
-from ycore.config.algorithms import FAMILIES, find_algorithm, load_reference
+from ycore.config.algorithms import FAMILIES, load_reference
 from ycore.config.resolve import check_needs
 from ycore.config.schema import (
     TEACHER_MODEL,
@@ -161,7 +161,7 @@ def _check_examples(
         from ycore.evaluation.held_out import check_measuring
 
         check_measuring(config, len(examples.held_out))
-    if find_algorithm(config.algorithm).trains_reward_model and site.layout.shards_weights:
+    if config.algorithm_row.trains_reward_model and site.layout.shards_weights:
         raise ConfigError(
             f"a reward model is saved whole, and --accelerate {config.accelerate} splits it; take zero2 or ddp"
         )

@@ -33,14 +33,9 @@ from ycore.types import JsonObject, Record
 _Declared = TypeVar("_Declared", bound=BaseModel)
 
 
-def resolve(
-    *,
-    recipe: Record | None = None,
-    sets: Sequence[str] = (),
-    options: Record | None = None,
-) -> AnyConfig:
-    """Resolve the config of a run that TRL trains or that is measured; the arguments are as in `resolve_any`."""
-    config = resolve_any(recipe=recipe, sets=sets, options=options)
+def resolve(**layers: Any) -> AnyConfig:
+    """Resolve the config of a run that TRL trains or that is measured; the layers are those of `resolve_any`."""
+    config = resolve_any(**layers)
     find_algorithm(config.algorithm)
     assert isinstance(config, RunConfig | TuneConfig)
     return config
@@ -392,7 +387,7 @@ def _check_quantize(config: AnyConfig) -> None:
     rule = None
     if config.lora is None:
         rule = "is for the frozen base of a LoRA run; leave --full out"
-    elif find_algorithm(config.algorithm).trains_reward_model:
+    elif config.algorithm_row.trains_reward_model:
         rule = "cannot be: a reward model is saved whole; leave --quantize out"
     elif config.accelerate in SHARDS_WEIGHTS:
         rule = (

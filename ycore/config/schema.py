@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from ycore.config.algorithms import Algorithm, find_algorithm
 from ycore.errors import ConfigError, nearest
 from ycore.foreign import foreign_text
 
@@ -318,6 +319,11 @@ class BaseConfig(Strict):
     # `ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, `hsdp`, or an accelerate config file; None is `ddp` for several processes.
     accelerate: str | None = None
     trl: dict[str, Any] = {}  # any other field of TRL's config class, by TRL's own name
+
+    @property
+    def algorithm_row(self) -> Algorithm:
+        """Its row of the table; ConfigError for an algorithm that TRL does not compute."""
+        return find_algorithm(self.algorithm)
 
     @property
     def value_bytes(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ycore.config.algorithms import Algorithm, find_algorithm
+from ycore.config.algorithms import Algorithm
 from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
 from ycore.config.trl_fields import OWN_DEFAULTS, familiar_options
 from ycore.errors import ConfigError
@@ -147,7 +147,7 @@ def derive_tune_batch(
         num_rows: rows to train on, without those held out.
         context_length: the model's, in tokens, where it is known.
     """
-    algorithm = find_algorithm(config.algorithm)
+    algorithm = config.algorithm_row
     max_length = _max_length(config, context_length)
     size, accumulation = (config.trl.get(name) for name in _PER_RANK)
     total = config.batch_size
@@ -176,7 +176,7 @@ def derive_tune_batch(
 
 def _max_length(config: TuneConfig, context_length: int | None) -> int | None:
     """TRL's `max_length` by default, or the model's context where that is shorter; None for a trainer without one."""
-    if "max_length" not in find_algorithm(config.algorithm).trl_defaults:
+    if "max_length" not in config.algorithm_row.trl_defaults:
         return None
     length = config.trl.get("max_length", min(MAX_LENGTH, context_length or MAX_LENGTH))
     if context_length is not None and (length or 0) > context_length:
@@ -282,7 +282,7 @@ _SAVE_S = 3600.0
 def _defaults(
     config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder
 ) -> dict[str, Any]:
-    algorithm = find_algorithm(config.algorithm)
+    algorithm = config.algorithm_row
     defaults: dict[str, Any] = {
         **OWN_DEFAULTS,
         "learning_rate": algorithm.learning_rate

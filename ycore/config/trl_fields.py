@@ -1,7 +1,7 @@
 """The fields of TRL's config classes as options: what each takes, and a value of the right type or a refusal.
 
-    fields_of("GRPOConfig")["beta"]        TrlField(name="beta", type="float", default=0.0, choices=(), limits={})
-    coerce(fields_of("GRPOConfig")["bf16"], "false")       False
+    fields_of("GRPOConfig")["beta"].default            0.0
+    coerce(fields_of("GRPOConfig")["bf16"], "false")   False
 
 They are read from `trl_fields.json`, because importing TRL takes seconds. After a change of the pinned TRL,
 `python -m tests.config.trl_table` writes that table again; a test compares it with the installed TRL.

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import TuneConfig
 from ycore.data.cells import Table, TableRow, images_of, with_marks
 from ycore.data.rows import (
@@ -236,7 +235,7 @@ def _read_examples(
 
 def _row_reader(config: TuneConfig, table: Table, *, as_chat: bool) -> RowReader:
     """Return the reader of a table; DataError where it lacks the columns that the command reads."""
-    kind = find_algorithm(config.algorithm).rows
+    kind = config.algorithm_row.rows
     assert kind is not None
     whole = kind == "answers" and (
         bool(config.trl.get("assistant_only_loss"))
@@ -259,7 +258,7 @@ def _row_reader(config: TuneConfig, table: Table, *, as_chat: bool) -> RowReader
                 f"`rejected`; say --set columns.chosen={config.answer_column}"
             )
         _require_pairs(table)
-        if find_algorithm(config.algorithm).trains_reward_model:
+        if config.algorithm_row.trains_reward_model:
             reader.labels = (SOFT_LABEL,)
     return reader
 

@@ -92,10 +92,7 @@ def flow_plan(config: "FlowConfig", *, resume: "Resume | None") -> dict[str, Any
         "ranks": {"world": 1},
         "trl": {"max_steps": config.steps},
         "model": {"folder": str(model.root), "network": model.network},
-        "dataset": {
-            "rows": len(prompts.prompts),
-            "columns": list(prompts.columns),
-        },
+        "dataset": {"rows": len(prompts.prompts), "columns": list(prompts.columns)},
         "sandbox": choose_level(config.sandbox.level).line,
         "output": str(Path(config.output).absolute()),
     }

@@ -147,12 +147,7 @@ def recipes(
 
 
 def _run_rungs(
-    sweep: "Sweep",
-    root: Path,
-    seeds: int,
-    sets: Sequence[str],
-    *,
-    dry_run: bool,
+    sweep: "Sweep", root: Path, seeds: int, sets: Sequence[str], *, dry_run: bool
 ) -> tuple[dict[str, Any], list[tuple[str, str]]] | None:
     """Run every combination with every seed, rung by rung; return the last comparison, None of a recipe alone."""
     from ycore.api.reproduce import compare_settings
@@ -210,13 +205,7 @@ def _mark(entry: "RecipeEntry", band: Mapping[str, Any] | None) -> str:
 
 
 def _run_seed(
-    recipe: str,
-    seed: int,
-    root: Path,
-    *,
-    sets: Sequence[str],
-    steps: int | None,
-    dry_run: bool,
+    recipe: str, seed: int, root: Path, *, sets: Sequence[str], steps: int | None, dry_run: bool
 ) -> None:
     """Run the recipe with this seed, or the rest of it, unless it is finished; RunFolderError for another run there.
 

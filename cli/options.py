@@ -49,9 +49,7 @@ OPTIONS: Mapping[str, Any] = {
         "--trust-remote-code",
     ),
     "set_": texts(
-        "Any key, e.g. engine.count=2, rewards.0.weight=0.5.",
-        "--set",
-        metavar="KEY=VALUE",
+        "Any key, e.g. engine.count=2, rewards.0.weight=0.5.", "--set", metavar="KEY=VALUE"
     ),
     "seed": whole_number("Fixes the data's order and the sampling [0; TRL: seed]."),
     "dry_run": flag("Check everything, show the plan, start nothing.", "--dry-run"),
@@ -77,8 +75,7 @@ OPTIONS: Mapping[str, Any] = {
         metavar="MODEL",
     ),
     "tools": texts(
-        "What the policy may call: file.py:function, python or mcp:COMMAND.",
-        metavar="NAME",
+        "What the policy may call: file.py:function, python or mcp:COMMAND.", metavar="NAME"
     ),
     "env": texts(
         "What it acts in: file.py:Class, textarena:ID or gym:NAME; see docs/agents.md.",
@@ -114,8 +111,7 @@ OPTIONS: Mapping[str, Any] = {
         metavar="NAME",
     ),
     "keep_best": text(
-        "Keep the model that was best by this; e.g. pass@1, or loss.",
-        metavar="FIGURE",
+        "Keep the model that was best by this; e.g. pass@1, or loss.", metavar="FIGURE"
     ),
     "stop_when": texts(
         "End early: no-gain:N evaluations, seconds:N, nothing-to-learn:N steps with rollouts; may be repeated; e.g. "
@@ -133,10 +129,7 @@ OPTIONS: Mapping[str, Any] = {
     "max_tokens": whole_number(
         "Longest completion, in tokens [256; TRL: max_completion_length]."
     ),
-    "engine": text(
-        "auto, vllm or transformers [auto].",
-        metavar="KIND",
-    ),
+    "engine": text("auto, vllm or transformers [auto].", metavar="KIND"),
     "sandbox": text(
         "What confines your reward functions: auto, namespaces, landlock or none [auto]; see docs/sandbox.md.",
         metavar="LEVEL",
@@ -203,10 +196,7 @@ OPTIONS: Mapping[str, Any] = {
     ),
     "deterministic": flag("Same command, same run, to the bit; slower.", "--deterministic"),
     "merge": flag("Also save the model with its adapters merged in.", "--merge"),
-    "processes": text(
-        "Training processes here [auto: one a GPU].",
-        metavar="N",
-    ),
+    "processes": text("Training processes here [auto: one a GPU].", metavar="N"),
     "accelerate": text(
         "How they share the work: ddp, zero1, zero2, zero3, fsdp2, hsdp or an accelerate config; see docs/parallel.md.",
         metavar="NAME|FILE",
@@ -248,8 +238,7 @@ Datasets = texts(
     metavar="NAME[:SHARE]",
 )
 Models = texts(
-    "Hub id or folder; several are measured on the same prompts and compared.",
-    metavar="MODEL",
+    "Hub id or folder; several are measured on the same prompts and compared.", metavar="MODEL"
 )
 Examples = text("Hub id, or JSONL, CSV or Parquet file, with the columns named above.")
 ExampleSteps = whole_number("Optimizer steps, in place of --epochs; e.g. 200 [TRL: max_steps].")

@@ -218,12 +218,7 @@ def reward_model(*, model: str, dataset: Rows, resume: bool = False, **settings:
 
 
 def dry_run(
-    algorithm: str,
-    *,
-    model: str,
-    dataset: Rows = "",
-    reward: Rewards = (),
-    **settings: Any,
+    algorithm: str, *, model: str, dataset: Rows = "", reward: Rewards = (), **settings: Any
 ) -> Planned:
     """Check a run as `--dry-run` does, and start nothing; rows and functions are written into files all the same.
 

@@ -78,14 +78,7 @@ class Round:
         folder: the run's folder, with its metrics, checkpoints and, after `save`, its model.
     """
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        dataset: Rows,
-        reward: Rewards,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, *, model: str, dataset: Rows, reward: Rewards, **settings: Any) -> None:
         """The arguments are those of `grpo`; `steps` is what the schedule of the learning rate runs to.
 
         Raises:

@@ -107,11 +107,7 @@ class Pipeline(NamedTuple):
 
 
 def parse_pipeline(
-    recipe: Record,
-    *,
-    name: str,
-    sets: Sequence[str] = (),
-    options: Record | None = None,
+    recipe: Record, *, name: str, sets: Sequence[str] = (), options: Record | None = None
 ) -> Pipeline:
     """Parse the keys of a pipeline's file, with options and `--set` applied; ConfigError for what cannot work.
 

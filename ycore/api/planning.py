@@ -109,10 +109,7 @@ _SPREAD = 1.4  # either way, of a step on given examples: their lengths are esti
 
 
 def run_length(
-    config: RunConfig | TuneConfig,
-    site: Site,
-    batch: BatchPlan | TuneBatch,
-    details: Record,
+    config: RunConfig | TuneConfig, site: Site, batch: BatchPlan | TuneBatch, details: Record
 ) -> JsonObject:
     """Count the prompts, epochs and tokens of a run, and forecast its seconds, from what a plan knows of its rows."""
     length = _counts(config, batch, details["dataset"])

@@ -31,13 +31,7 @@ from ycore.models.names import (
     resolve_model,
 )
 from ycore.rewards.worker_client import check_reward
-from ycore.run.claim import (
-    Resume,
-    check_claim,
-    contents_of,
-    is_finished,
-    stored_config,
-)
+from ycore.run.claim import Resume, check_claim, contents_of, is_finished, stored_config
 from ycore.run.files import RunFolder
 from ycore.run.resuming import (
     check_began_with,
@@ -52,11 +46,7 @@ from ycore.types import JsonObject, Record
 
 
 def checked_plan(
-    config: AnyConfig,
-    *,
-    resume: Resume | None = None,
-    trains: bool = True,
-    show_rows: int = 1,
+    config: AnyConfig, *, resume: Resume | None = None, trains: bool = True, show_rows: int = 1
 ) -> JsonObject:
     """Plan the run as JSON values; UserError where it cannot work.
 

@@ -46,12 +46,11 @@ def plan(
     """
     from ycore.api.planning import make_run_plan, plan_in_words, planned_config
     from ycore.api.shown_rows import shown_dataset
-    from ycore.config.algorithms import find_algorithm
     from ycore.config.recipe_files import load_recipe
 
     with stdout_for_json(json):
         base = load_recipe(recipe) if recipe else {}
-        algorithm = find_algorithm(base.get("algorithm", "grpo")).name
+        algorithm = str(base.get("algorithm", "grpo"))
         options = o.typed_keys(context, algorithm=algorithm)
         config = planned_config(base, options, sets=context.params.get("set_") or ())
         names_dataset = "dataset" in {**base, **options}

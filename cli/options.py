@@ -263,6 +263,12 @@ SystemPrompt = text("In place of the run's own; '' for none; e.g. 'Be brief.'")
 Form = text("merged, a whole model's folder, or gguf, one file [merged].", "--format")
 PushTo = text("Push to this model repository; e.g. me/sums.", metavar="REPO")
 Private = flag("Make the repository private, if it is made.", "--private")
+Host = text("Address to listen on; the default is this machine only.")
+BestOf = whole_number("Answers to write for a request; the best one is sent; e.g. 8.", least=1)
+BestBy = text(
+    "Chooses the answer, in the server's process; similarity takes the one most like the others.",
+    metavar="REWARD",
+)
 Live = flag("Follow one run in the terminal; Ctrl-C only leaves it.", "--live")
 Once = flag("Show one run in the terminal as it is now, and return.", "--once")
 Seeds = whole_number("Runs, with the seeds 0, 1, ...; e.g. 3.", least=1)
@@ -317,18 +323,11 @@ def trl_options(algorithm: Algorithm) -> JsonObject:
 
 def takes(names: str, **variants: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Declare options of a command to Typer: `names` of `OPTIONS`, and `variants` that other commands declare otherwise."""
-    options = {name: OPTIONS[name] for name in names.split()} | variants
+    options = {"context": typer.Context, **{name: OPTIONS[name] for name in names.split()}}
     parameters = [
-        inspect.Parameter(
-            "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
-        )
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=option, default=None)
+        for name, option in (options | variants).items()
     ]
-    for name, option in options.items():
-        parameters.append(
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, annotation=option, default=None
-            )
-        )
 
     def declare(command: Callable[..., None]) -> Callable[..., None]:
         command.__dict__["__signature__"] = inspect.Signature(parameters)

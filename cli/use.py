@@ -24,24 +24,8 @@ Name = Annotated[
 Temperature = Annotated[
     float, typer.Option(metavar="X", min=0, help="0 takes the likeliest token; e.g. 0.7.")
 ]
-Host = Annotated[
-    str, typer.Option(help="Address to listen on; the default is this machine only.")
-]
 Port = Annotated[
     int, typer.Option(metavar="N", min=1, max=65535, help="Port to listen on; e.g. 8000.")
-]
-BestOf = Annotated[
-    int,
-    typer.Option(
-        metavar="N", min=1, help="Answers to write for a request; the best one is sent; e.g. 8."
-    ),
-]
-BestBy = Annotated[
-    str,
-    typer.Option(
-        metavar="REWARD",
-        help="Chooses the answer, in the server's process; similarity takes the one most like the others.",
-    ),
 ]
 Target = Annotated[
     Path | None, typer.Option("--output", help="What to write; a new name in the run's folder.")
@@ -122,10 +106,10 @@ def _typed(is_asked: bool) -> Iterator[str]:
 
 def serve(
     model: Name = None,
-    host: Host = "127.0.0.1",
+    host: o.Host = "127.0.0.1",
     port: Port = 8000,
-    best_of: BestOf = 1,
-    best_by: BestBy = "similarity",
+    best_of: o.BestOf = 1,
+    best_by: o.BestBy = "similarity",
     best: o.Best = False,
     dry_run: o.DryRun = False,
 ) -> int:

@@ -7,7 +7,7 @@ A pipeline has a band for each stage. `docs/benchmarks/band.py` makes one.
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -52,7 +52,7 @@ def compare_seeds(
     num_seeds: int,
     band: Record | None,
     *,
-    sets: Sequence[str],
+    sets: Sequence[str] = (),
     steps: int | None = None,
 ) -> tuple[JsonObject, list[tuple[str, str]]]:
     """Compare the finished runs `root/seed-0`, `seed-1`, ... with a band; write their page and reproduce.json.
@@ -96,7 +96,7 @@ def compare_seeds(
 
 def compare_settings(
     root: Path,
-    settings: Mapping[str, Sequence[str]],
+    settings: Iterable[str],
     num_seeds: int,
     *,
     steps: int | None = None,
@@ -105,6 +105,7 @@ def compare_settings(
     """Compare a sweep's combinations by the means of their seeds, the largest first; write sweep.json.
 
     Args:
+        settings: the names of their folders in `root`.
         steps: compare them as of this step; None is the last.
         ended: rows of those that ended before.
 
@@ -112,8 +113,8 @@ def compare_settings(
         The content of sweep.json, and the rows of a table.
     """
     rows: list[Record] = []
-    for name, sets in settings.items():
-        result, _ = compare_seeds(root / name, num_seeds, None, sets=sets, steps=steps)
+    for name in settings:
+        result, _ = compare_seeds(root / name, num_seeds, None, steps=steps)
         finals = defaultdict(list)
         for run, final in result["finals"].items():
             finals[run.partition("/")[2]].append(final)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from ycore.errors import ConfigError, must_be
+from ycore.types import Record
 
 TABLE = Path(__file__).with_suffix(".json")
 BASE = "TrainingArguments"
@@ -29,7 +30,7 @@ class TrlField:
     type: str
     default: Any
     choices: tuple[str, ...]
-    limits: Mapping[str, float]
+    limits: Record
     """Bounds of a number in pydantic's words: `ge`, `gt`, `le`."""
 
     @property
@@ -59,7 +60,7 @@ def fields_of(class_name: str) -> Mapping[str, TrlField]:
     return fields
 
 
-OWN_DEFAULTS: Mapping[str, Any] = {
+OWN_DEFAULTS: Record = {
     "logging_steps": 1,  # TRL's 10 leaves short runs without a curve
     "report_to": "none",
     "save_total_limit": 2,
@@ -69,11 +70,11 @@ OWN_DEFAULTS: Mapping[str, Any] = {
 
 
 @cache
-def familiar_options() -> Mapping[str, Any]:
+def familiar_options() -> Record:
     """The words that ycore has for options of other trainers, and for fields of TRL's that it does not take."""
     import yaml
 
-    loaded: Mapping[str, Any] = yaml.safe_load(
+    loaded: Record = yaml.safe_load(
         TABLE.with_name("familiar_options.yaml").read_text(encoding="utf-8")
     )
     return loaded
@@ -93,8 +94,7 @@ def coerce(field: TrlField, value: Any) -> Any:
     if isinstance(parsed, bool) and not field.is_flag:
         parsed = _WORDS_OF_BOOL.get(field.name, {False: "no"}).get(parsed, str(parsed))
     word: Any = Literal[field.choices] if field.choices else str
-    bounds: Any = field.limits
-    limits = Field(**bounds)
+    limits = Field(**field.limits)
     types = {
         "None": None,
         "bool": Annotated[bool, Field(strict=True)],

@@ -7,11 +7,12 @@ reaches is in `timing`.
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from time import process_time
+from timeit import repeat
 from typing import Literal
 
 import psutil
@@ -231,13 +232,9 @@ def _measure() -> tuple[float, float]:
     left = np.full((_SIZE, _SIZE), 0.5, dtype=np.float32)
     source = np.ones(_COPY_BYTES, dtype=np.uint8)
     target = np.empty_like(source)
-    products = [_timed(lambda: left @ left) for _ in range(_REPEATS)]
-    copies = [_timed(lambda: np.copyto(target, source)) for _ in range(_REPEATS)]
-    return 2.0 * _SIZE**3 / min(products), 2.0 * _COPY_BYTES / min(copies)
-
-
-def _timed(work: Callable[[], object]) -> float:
-    """Return processor seconds of all threads together."""
-    began = time.process_time()
-    work()
-    return max(1e-9, time.process_time() - began)
+    product_s, copy_s = [
+        # Processor seconds of all threads together.
+        max(1e-9, min(repeat(work, timer=process_time, repeat=_REPEATS, number=1)))
+        for work in (lambda: left @ left, lambda: np.copyto(target, source))
+    ]
+    return 2.0 * _SIZE**3 / product_s, 2.0 * _COPY_BYTES / copy_s

@@ -6,9 +6,8 @@ from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from textwrap import fill, indent
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from ycore_cli import options as o
 from ycore_cli.output import newest_run, print_json, print_line, print_table, stdout_for_json
 
@@ -18,30 +17,10 @@ from ycore.run.files import RunFolder
 if TYPE_CHECKING:
     from ycore.config.recipe_files import RecipeEntry, Sweep
 
-ReportedRuns = Annotated[
-    list[Path] | None,
-    typer.Argument(metavar="RUN", help="Folders of runs; the newest if none is given."),
-]
-Page = Annotated[
-    Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")
-]
-Recipe = Annotated[
-    str | None,
-    typer.Argument(metavar="RECIPE", help="Run this one, a shipped recipe or a YAML file."),
-]
-Band = Annotated[
-    Path | None,
-    typer.Option("--band", help="The band to compare with; that of the recipe if not given."),
-]
-SeedRuns = Annotated[
-    Path | None,
-    typer.Option("--output", help="Folder of the runs; e.g. runs/reproduce-quickstart."),
-]
-
 
 def report(
-    runs: ReportedRuns = None,
-    output: Page = None,
+    runs: o.ReportedRuns = None,
+    output: o.Page = None,
     live: o.Live = False,
     once: o.Once = False,
     json: o.Json = False,
@@ -99,10 +78,10 @@ def _follow(runs: Sequence[Path], *, once: bool) -> None:
 
 
 def recipes(
-    recipe: Recipe = None,
+    recipe: o.Recipe = None,
     seeds: o.Seeds = 3,
-    output: SeedRuns = None,
-    band: Band = None,
+    output: o.SeedRuns = None,
+    band: o.Band = None,
     set_: o.Set = None,
     dry_run: o.DryRun = False,
     json: o.Json = False,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     quantize accelerate dynamic_sampling max_staleness dataset split prompt_column answer_column show_rows
     set_ recipe json
     """,
-    top=o.whole_number("Ways to show.", least=1),
+    top=o.whole_number("Ways to show.", min=1),
 )
 def plan(
     context: typer.Context,

@@ -5,6 +5,7 @@ Options that a command does not declare are fields of TRL's config, by TRL's nam
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,26 +20,22 @@ if TYPE_CHECKING:
     from ycore.config.schema import BaseConfig
 
 
-def text(help: str, *names: str, metavar: str | None = None) -> Any:
-    """Annotate a parameter of a command that is text, or None where it was not given."""
-    return Annotated[str | None, typer.Option(*names, metavar=metavar, help=help)]
+def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
+    """Annotate a parameter of a command as an option; without a default it is None where it was not given."""
+    return Annotated[kind | None, typer.Option(*names, help=help, **settings)]
 
 
-def whole_number(help: str, *, least: int | None = None) -> Any:
-    return Annotated[int | None, typer.Option(metavar="N", min=least, help=help)]
+def argument(kind: Any, help: str, metavar: str) -> Any:
+    """Annotate a parameter of a command as a word without a name."""
+    return Annotated[kind | None, typer.Argument(metavar=metavar, help=help)]
 
 
-def fraction(help: str) -> Any:
-    return Annotated[float | None, typer.Option(metavar="X", help=help)]
-
-
-def texts(help: str, *names: str, metavar: str) -> Any:
-    return Annotated[list[str] | None, typer.Option(*names, metavar=metavar, help=help)]
-
-
-def flag(help: str, name: str) -> Any:
-    return Annotated[bool | None, typer.Option(name, help=help)]
-
+text = partial(option, str)
+texts = partial(option, list[str])
+file = partial(option, Path)
+flag = partial(option, bool)
+whole_number = partial(option, int, metavar="N")
+fraction = partial(option, float, metavar="X")
 
 OPTIONS: Mapping[str, Any] = {
     "model": text("Hub id or folder; e.g. smollm2-135m."),
@@ -54,7 +51,7 @@ OPTIONS: Mapping[str, Any] = {
     "seed": whole_number("Fixes the data's order and the sampling [0; TRL: seed]."),
     "dry_run": flag("Check everything, show the plan, start nothing.", "--dry-run"),
     "show_rows": whole_number(
-        "Rows of the dataset that the plan shows as the model sees them [1].", least=1
+        "Rows of the dataset that the plan shows as the model sees them [1].", min=1
     ),
     "json": flag("One JSON object on standard output.", "--json"),
     # Prompts and rewards
@@ -207,7 +204,7 @@ OPTIONS: Mapping[str, Any] = {
     ),
     "min_hosts": whole_number(
         "How many of --hosts the run may go on with, where others are lost for good [all of them].",
-        least=1,
+        min=1,
     ),
     "log_every": whole_number(
         "Steps between tables of completions in trackers [10]; see also TRL's --log-completions."
@@ -256,22 +253,32 @@ DryRun = OPTIONS["dry_run"]
 Json = OPTIONS["json"]
 
 Best = flag("The model that --keep-best kept, not the last one.", "--best")
-MaxTokens = whole_number("Longest answer, in tokens; e.g. 256.", least=1)
-Seed = whole_number("Fixes the answers; e.g. 0.", least=0)
+MaxTokens = whole_number("Longest answer, in tokens; e.g. 256.", min=1)
+Seed = whole_number("Fixes the answers; e.g. 0.", min=0)
 Ask = texts("Say this and end; may be repeated; e.g. 'Hello.'", metavar="TEXT")
 SystemPrompt = text("In place of the run's own; '' for none; e.g. 'Be brief.'")
 Form = text("merged, a whole model's folder, or gguf, one file [merged].", "--format")
 PushTo = text("Push to this model repository; e.g. me/sums.", metavar="REPO")
 Private = flag("Make the repository private, if it is made.", "--private")
+Name = argument(str, "A run's folder, the newest if not given, or a model.", "RUN|MODEL")
+Temperature = fraction("0 takes the likeliest token; e.g. 0.7.", min=0)
+Port = whole_number("Port to listen on; e.g. 8000.", min=1, max=65535)
+Target = file("What to write; a new name in the run's folder.", "--output")
 Host = text("Address to listen on; the default is this machine only.")
-BestOf = whole_number("Answers to write for a request; the best one is sent; e.g. 8.", least=1)
+BestOf = whole_number("Answers to write for a request; the best one is sent; e.g. 8.", min=1)
 BestBy = text(
     "Chooses the answer, in the server's process; similarity takes the one most like the others.",
     metavar="REWARD",
 )
+PipelineFile = argument(str, "A YAML file of stages, or a shipped recipe's name.", "FILE|NAME")
+ReportedRuns = argument(list[Path], "Folders of runs; the newest if none is given.", "RUN")
+Page = file("The page to write; report.html in the first run's folder.")
+Recipe = argument(str, "Run this one, a shipped recipe or a YAML file.", "RECIPE")
+Band = file("The band to compare with; that of the recipe if not given.", "--band")
+SeedRuns = file("Folder of the runs; e.g. runs/reproduce-quickstart.", "--output")
 Live = flag("Follow one run in the terminal; Ctrl-C only leaves it.", "--live")
 Once = flag("Show one run in the terminal as it is now, and return.", "--once")
-Seeds = whole_number("Runs, with the seeds 0, 1, ...; e.g. 3.", least=1)
+Seeds = whole_number("Runs, with the seeds 0, 1, ...; e.g. 3.", min=1)
 
 KEYS: Mapping[str, str] = {
     "reward": "rewards", "eval_reward": "eval_rewards", "actions": "turns.actions", "engine": "engine.kind",

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from ycore_cli import options as o
@@ -94,10 +94,7 @@ def _go_to(hosts: str | None, min_hosts: int | None) -> None:
 
 @o.takes(
     "resume_from accept_changes steps processes hosts min_hosts set_ dry_run json",
-    run=Annotated[
-        str | None,
-        typer.Argument(metavar="RUN", help="The run's folder; the newest if not given."),
-    ],
+    run=o.argument(str, "The run's folder; the newest if not given.", "RUN"),
     steps=o.whole_number("Optimizer steps in all, for a run that is to be longer; e.g. 200."),
 )
 def resume(
@@ -240,16 +237,8 @@ def train(
         print_closing(config)
 
 
-PipelineFile = Annotated[
-    str,
-    typer.Argument(
-        metavar="FILE|NAME", help="A YAML file of stages, or a shipped recipe's name."
-    ),
-]
-
-
 def pipeline(
-    file: PipelineFile,
+    file: o.PipelineFile,
     model: o.Model = None,
     set_: o.StageSet = None,
     output: o.Output = None,

@@ -5,9 +5,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from ycore_cli import options as o
 from ycore_cli.output import newest_run, print_line, print_table
 
@@ -15,28 +13,12 @@ from ycore.errors import ConfigError, RunFolderError, nearest
 from ycore.run.text import printable
 from ycore.run.work import quiet, working
 
-Name = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="RUN|MODEL", help="A run's folder, the newest if not given, or a model."
-    ),
-]
-Temperature = Annotated[
-    float, typer.Option(metavar="X", min=0, help="0 takes the likeliest token; e.g. 0.7.")
-]
-Port = Annotated[
-    int, typer.Option(metavar="N", min=1, max=65535, help="Port to listen on; e.g. 8000.")
-]
-Target = Annotated[
-    Path | None, typer.Option("--output", help="What to write; a new name in the run's folder.")
-]
-
 
 def chat(
-    model: Name = None,
+    model: o.Name = None,
     prompt: o.Ask = None,
     max_tokens: o.MaxTokens = 256,
-    temperature: Temperature = 0.7,
+    temperature: o.Temperature = 0.7,
     seed: o.Seed = 0,
     system_prompt: o.SystemPrompt = None,
     best: o.Best = False,
@@ -50,10 +32,9 @@ def chat(
     ycore chat runs/quickstart --prompt 'What is 3 + 4?' --temperature 0
     """
     from ycore.api import trained
-    from ycore.api.trained import Chat, ChatSettings
 
     model = _named(model, "chat", best=best)
-    settings = ChatSettings(
+    settings = trained.ChatSettings(
         max_tokens,
         temperature,
         seed,
@@ -62,7 +43,7 @@ def chat(
     )
     folder = trained.language_model(model, best=best)
     with working(f"loading {model}"):
-        conversation = Chat(folder, settings)
+        conversation = trained.Chat(folder, settings)
     is_asked = sys.stdin.isatty() and not prompt
     if is_asked:
         print_line(f"{model}; Ctrl-D ends")
@@ -105,9 +86,9 @@ def _typed(is_asked: bool) -> Iterator[str]:
 
 
 def serve(
-    model: Name = None,
+    model: o.Name = None,
     host: o.Host = "127.0.0.1",
-    port: Port = 8000,
+    port: o.Port = 8000,
     best_of: o.BestOf = 1,
     best_by: o.BestBy = "similarity",
     best: o.Best = False,
@@ -160,9 +141,9 @@ def serve(
 
 
 def export(
-    model: Name = None,
+    model: o.Name = None,
     form: o.Form = None,
-    output: Target = None,
+    output: o.Target = None,
     best: o.Best = False,
     push: o.PushTo = None,
     private: o.Private = False,

@@ -110,14 +110,15 @@ def flow_plan_rows(
     rewards = [f"{spec.reward} (weight {spec.weight:g})" for spec in config.rewards]
     judges = [spec.reward for spec in config.eval_rewards]
     judges = judges or ["the rewards alone (--eval-reward names a judge)"]
-    num_rows = plan["dataset"]["rows"]
-    column = config.condition_column
     pictures = f"{config.prompts_per_step} conditions x {config.group_size} pictures a step"
     rate = f"learning rate {config.learning_rate:g}"
     measured = f"{config.num_samples} pictures of each class, every {config.every} steps"
     return [
         ("model", f"{config.model}: {plan['model']['network']}"),
-        ("dataset", f"{config.dataset}: {num_rows} rows, the class in {column}"),
+        (
+            "dataset",
+            f"{config.dataset}: {plan['dataset']['rows']} rows, the class in {config.condition_column}",
+        ),
         ("rewards", ", ".join(rewards)),
         ("sandbox", plan["sandbox"]),
         ("method", f"{flow.method}{distance}"),

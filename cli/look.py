@@ -51,9 +51,8 @@ def report(
 
     page = output or runs[0] / "report.html"
     if page.suffix != ".html":
-        example = page.with_suffix(".html")
         raise RunFolderError(
-            f"--output {page} is the page's file, which ends in .html; e.g. {example}"
+            f"--output {page} is the page's file, which ends in .html; e.g. {page.with_suffix('.html')}"
         )
     made = make_report([read_run(root) for root in runs])
     write_report(made, page)

@@ -360,8 +360,9 @@ def resolve_config(
     if algorithm == "eval":
         base.pop("output", None)  # a recipe's own folder is its training run's
     run_name = recipe_name(recipe) if recipe else None
-    config = resolve_any(recipe=base, sets=sets, options=options, run_name=run_name)
-    return complete_config(config)
+    return complete_config(
+        resolve_any(recipe=base, sets=sets, options=options, run_name=run_name)
+    )
 
 
 def typed_keys(context: typer.Context, *, algorithm: str) -> JsonObject:

@@ -59,9 +59,8 @@ class PanelCommand(TyperCommand):
         rest = super().parse_args(ctx, args)
         for name, value in ctx.params.items():
             if isinstance(value, float) and not math.isfinite(value):
-                option = "--" + name.replace("_", "-")
                 raise ConfigError(
-                    f"{option} must be a finite number; it is {value}; leave it out for its default"
+                    f"--{name.replace('_', '-')} must be a finite number; it is {value}; leave it out for its default"
                 )
         return rest
 

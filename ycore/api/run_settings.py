@@ -54,11 +54,14 @@ def rollout_settings(
     collected: JsonObject = {"model": model}
     if not isinstance(dataset, str) or dataset:
         collected["dataset"] = dataset
-    is_list = isinstance(reward, Sequence) and not isinstance(reward, str)
-    rewards = list(cast("Sequence[Reward]", reward)) if is_list else [reward]
-    if rewards:
+    if rewards := _listed(reward):
         collected["rewards"] = rewards
     return {**collected, **settings}
+
+
+def _listed(value: Any) -> list[Any]:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return list(value) if is_list else [value]
 
 
 def settings_config(algorithm: str, settings: Record, *, resume: bool = False) -> AnyConfig:
@@ -167,8 +170,7 @@ def _with_names(functions: Any, kind: str, file: Path) -> list[Any]:
     if isinstance(functions, Mapping):
         named = code_references(list(functions.values()), file, kind=kind)
         return [f"{name}={reference}" for name, reference in zip(functions, named, strict=True)]
-    is_list = isinstance(functions, Sequence) and not isinstance(functions, str)
-    return code_references(functions if is_list else [functions], file, kind=kind)
+    return code_references(_listed(functions), file, kind=kind)
 
 
 def _write_rows(rows: Iterable[Record], file: Path) -> Path:

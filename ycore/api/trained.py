@@ -168,8 +168,8 @@ class Chat:
                 # As in vLLM: those of the folder, and the tokenizer's.
                 eos_token_id=sorted({*ends, self._tokenizer.eos_token_id} - {None}) or None,
             )
-        new_tokens = written[0, inputs["input_ids"].shape[1] :]
-        return str(self._tokenizer.decode(new_tokens, skip_special_tokens=True))
+        start = inputs["input_ids"].shape[1]
+        return str(self._tokenizer.decode(written[0, start:], skip_special_tokens=True))
 
 
 # -- serve -------------------------------------------------------------------------------------------------------------

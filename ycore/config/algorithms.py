@@ -64,8 +64,8 @@ class Algorithm(AlgorithmEntry):
     @property
     def trl_defaults(self) -> dict[str, Any]:
         """The defaults of TRL's fields, as the algorithm changes them."""
-        fields = fields_of(self.trl_config)
-        defaults = {name: field.default for name, field in fields.items()}
+        fields = fields_of(self.trl_config).values()
+        defaults = {field.name: field.default for field in fields}
         return {**defaults, **self.settings.get("trl", {})}
 
 

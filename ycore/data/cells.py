@@ -307,8 +307,7 @@ def is_dialogue(text: str) -> bool:
     """Tell whether `text` is a conversation, `Human: ... Assistant: ...`, as in hh-rlhf."""
     if "Human:" not in text:
         return False
-    pattern = r"\n\nHuman:|\s*Human:(?s:.*)\n[ \t]*Assistant:"
-    return re.match(pattern, text) is not None
+    return re.match(r"\n\nHuman:|\s*Human:(?s:.*)\n[ \t]*Assistant:", text) is not None
 
 
 def to_messages(text: str) -> list[Message]:

@@ -241,8 +241,9 @@ def _row_reader(config: TuneConfig, table: Table, *, as_chat: bool) -> RowReader
         bool(config.trl.get("assistant_only_loss"))
         or config.trl.get("completion_only_loss") is False
     )
-    needs = RowNeeds(kind, as_chat, config.prompt_column, config.answer_column, whole)
-    reader = RowReader(table, needs)
+    reader = RowReader(
+        table, RowNeeds(kind, as_chat, config.prompt_column, config.answer_column, whole)
+    )
     if kind == "answers":
         if reader.form is None and "text" not in table.columns:
             raise _lacks(table, "messages, or prompt and completion, or text", _ANSWER_OPTIONS)

@@ -46,8 +46,8 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
         for key, (default, most) in limits.items()
     }
     chance = random.Random(f"{name} {split} {seed}")
-    rows = list(islice(_rows(name, arguments["digits"], split, chance), arguments["size"]))
-    return Table(text, rows, ("prompt", "answer"))
+    rows = _rows(name, arguments["digits"], split, chance)
+    return Table(text, list(islice(rows, arguments["size"])), ("prompt", "answer"))
 
 
 def gym_table(text: str, *, split: str, seed: int) -> Table:

@@ -85,8 +85,8 @@ def _mixed(config: RunConfig, **reading: Any) -> PromptSet:
         )
         if part.environment is not None:  # then no row names its own
             settings["env"] = [*filter(None, [config.environments.get(part.environment)])]
-        alone = config.model_copy(update={**settings, "mixture": []})
-        parts[part.name] = load_prompts(alone, **reading)
+        settings["mixture"] = []
+        parts[part.name] = load_prompts(config.model_copy(update=settings), **reading)
     if len({part.is_chat for part in parts.values()}) > 1:
         raise DataError(
             "some datasets of the run are chats and some are text; make them alike, or take a model with a chat template"

@@ -355,9 +355,10 @@ class RowReader:
         """Read a question and an answer in two columns."""
         assert self.form is not None and self.answer is not None
         question = self.question(row)
-        is_listed = self.answer == "solutions"
         answer = (
-            self._first_solution(row) if is_listed else content_of(row, self.answer, self.roles)
+            self._first_solution(row)
+            if self.answer == "solutions"
+            else content_of(row, self.answer, self.roles)
         )
         if _is_empty(answer):
             return "no answer"

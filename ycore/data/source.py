@@ -416,5 +416,7 @@ def _read_parquet(path: Path) -> Table:
         raise DataError(
             f"{path} cannot be read as Parquet: {reason}; write the file again"
         ) from None
-    columns = tuple(table.column_names)
-    return Table(str(path), _ParquetRows(table), columns, folder=path.parent, fills_keys=True)
+    rows = _ParquetRows(table)
+    return Table(
+        str(path), rows, tuple(table.column_names), folder=path.parent, fills_keys=True
+    )

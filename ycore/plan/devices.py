@@ -71,9 +71,8 @@ DEVICES: Mapping[str, Device] = {
 def check_bfloat16(dtype: str, without: Sequence[str]) -> None:
     """Raise ConfigError for a run that is told to compute in bfloat16 on devices that have none, which `without` names."""
     if without and dtype == "bfloat16":
-        old = ", ".join(without)
         raise ConfigError(
-            f"the run computes in bfloat16, and device {old} has none; train with --set dtype=float32"
+            f"the run computes in bfloat16, and device {', '.join(without)} has none; train with --set dtype=float32"
         )
 
 

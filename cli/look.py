@@ -1,7 +1,7 @@
 """Commands about runs that exist, and recipes: `report`, `recipes`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -15,7 +15,7 @@ from ycore.errors import ConfigError, RunFolderError
 from ycore.run.files import RunFolder
 
 if TYPE_CHECKING:
-    from ycore.config.recipe_files import RecipeEntry, Sweep
+    from ycore.config.recipe_files import Sweep
 
 
 def report(
@@ -170,16 +170,13 @@ def _list_recipes(*, json: bool) -> None:
         print_json({"recipes": [{**asdict(entry), "band": band} for entry, band in entries]})
         return
     for entry, band in entries:
+        mark = f" [never run here: {entry.never_run}]" if entry.never_run else ""
+        if band is not None:
+            mark = " [band]"
         print(entry.line)
-        print(indent(fill(entry.description + _mark(entry, band), 76), "    "))
+        print(indent(fill(entry.description + mark, 76), "    "))
     print("Run one with `ycore` before its line; a path to your own YAML file works too.")
     print("[band]: several seeds are on record; `ycore recipes NAME` compares with them.")
-
-
-def _mark(entry: "RecipeEntry", band: Mapping[str, Any] | None) -> str:
-    if band is not None:
-        return " [band]"
-    return f" [never run here: {entry.never_run}]" if entry.never_run else ""
 
 
 def _run_seed(

@@ -75,7 +75,7 @@ def compare_evaluations(
     differences = {
         model: side_by_side.difference(answers[first], answers[model]) for model in compared
     }
-    result = {"models": dict(summaries), "differences": differences, "output": str(root)}
+    result = {"models": summaries, "differences": differences, "output": str(root)}
     comparison = root / side_by_side.COMPARISON
     write_json_atomic(comparison, result)
     table = side_by_side.table_lines(summaries, differences)

@@ -45,7 +45,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """How the run ended, and its figures, as summary.json has them; {} before that."""
-        return dict(read_json(self._files.summary)) if self._files.summary.is_file() else {}
+        return read_json(self._files.summary) if self._files.summary.is_file() else {}
 
     @property
     def config(self) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def _parse_stage(
     try:
         filled = _filled(keys, paths)
     except KeyError as missing:
-        reference = str(missing.args[0])
+        reference = missing.args[0]
         way_out = (
             nearest(reference, paths) or f"; by then there are {', '.join(paths) or 'none'}"
         )
@@ -344,7 +344,7 @@ def _run_stage(stage: Stage) -> bool:
             _clear(stage.folder)  # it has no checkpoint, and starts again
         with _named(stage):
             summary = run_stage_command(config, resume=stage.state == "begun")
-        stop_asked = bool(summary.get("stop_asked"))
+        stop_asked = summary.get("stop_asked", False)
     if stage.command == PAIRS:
         assert isinstance(config, RunConfig)
         num_pairs = write_pairs(

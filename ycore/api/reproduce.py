@@ -44,7 +44,7 @@ class BandVerdict(NamedTuple):
 def stored_band(recipe: str) -> JsonObject | None:
     """Read the band that ycore brings for a recipe; None where none was measured."""
     file = Path(str(files("ycore_recipes"))) / "bands" / f"{recipe}.json"
-    return dict(read_json(file)) if file.is_file() else None
+    return read_json(file) if file.is_file() else None
 
 
 def compare_seeds(

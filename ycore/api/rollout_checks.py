@@ -129,7 +129,7 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> bool:
 
     Return whether tools are called in the policy's text; for an agent, whose tools are not known yet, False.
     """
-    acts = bool(config.env) or config.agent is not None
+    acts = config.env or config.agent is not None
     if any(reward.kind == ENVIRONMENT for reward in config.rewards) and not acts:
         raise RewardError(
             "the reward 'environment' is what an environment pays, and the run has none; say --env"

@@ -166,7 +166,7 @@ def _check_examples(
         on_cpu=not site.machine.devices,
         context_length=model.context_length,
     )
-    measures = bool(examples.held_out) and config.measures_between
+    measures = examples.held_out and config.measures_between
     is_apart = config.eval_dataset is not None or config.eval_split is not None
     dataset = {
         "rows": len(examples.train),

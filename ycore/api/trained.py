@@ -241,7 +241,7 @@ def serve_model(
                 del variables["VLLM_SERVER_DEV_MODE"]
                 if "VLLM_API_KEY" in os.environ:
                     variables["VLLM_API_KEY"] = os.environ["VLLM_API_KEY"]
-                process = subprocess.Popen(list(words), env={**variables, **environment})
+                process = subprocess.Popen(words, env={**variables, **environment})
                 with working("vLLM starts"):
                     while process.poll() is None and not stops.count and not _listens(process):
                         time.sleep(0.2)

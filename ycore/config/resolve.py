@@ -349,7 +349,6 @@ def _short(name: str) -> str:
 _PACKAGES: Mapping[str, str] = {
     "wandb": "'ycore[wandb]'",
     "trackio": "'ycore[trackio]'",
-    "tensorboard": "tensorboard",
     "liger_kernel": "liger-kernel",
     "deepspeed": "'ycore[deepspeed]'",
     "bitsandbytes": "'ycore[qlora]'",

@@ -347,20 +347,18 @@ def trainer_states(work: Workload, strategy: Strategy) -> Parts:
         if strategy.sharding == "ddp" and ranks > 1:
             parts["gradient buckets"] = 4.0 * trained  # DDP's reducer keeps them between steps
     else:
-        parts["weights"] = float(size) * trained / weight_ranks
-        parts["gradients"] = (
-            float(size) * trained / (1 if strategy.sharding == "zero1" else ranks)
-        )
+        parts["weights"] = size * trained / weight_ranks
+        parts["gradients"] = size * trained / (1 if strategy.sharding == "zero1" else ranks)
         parts["optimizer"] = 12.0 * trained / ranks
         gathered = two_layers if strategy.shards_weights else 0.0
         parts["copies"] = 4.0 * trained / ranks + gathered
     if work.quantized:  # the weight at work, in the dtype of the computation
         facts = work.policy
         widest = max(facts.intermediate_size, facts.query_size)
-        parts["copies"] += float(size * facts.hidden_size * widest)
+        parts["copies"] += size * facts.hidden_size * widest
     if work.has_reference and work.lora_rank is None:
-        parts["reference"] = float(size) * work.policy.num_params / weight_ranks
-    parts["teachers"] = float(size) * sum(facts.num_params for facts in work.teachers)
+        parts["reference"] = size * work.policy.num_params / weight_ranks
+    parts["teachers"] = size * sum(facts.num_params for facts in work.teachers)
     return {name: value for name, value in parts.items() if value}
 
 
@@ -373,7 +371,7 @@ def frozen_bytes(work: Workload) -> float:
     facts = work.policy
     size = work.bytes_per_value
     if not work.quantized:
-        return float(facts.num_params * size)
+        return facts.num_params * size
     per_layer = facts.attention_params + (facts.expert_params if facts.num_experts == 1 else 0)
     linear = facts.num_hidden_layers * per_layer
     return linear * _NF4_BITS / 8 + (facts.num_params - linear) * size

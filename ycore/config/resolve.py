@@ -25,7 +25,7 @@ from ycore.config.presets import find_preset
 from ycore.config.schema import SHARDS_WEIGHTS, AnyConfig, BaseConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import alias_value, aliases, refusal
 from ycore.config.trl_fields import coerce, familiar_options, fields_of
-from ycore.errors import ConfigError, UserError, must_be, nearest
+from ycore.errors import ConfigError, RewardError, UserError, must_be, nearest
 from ycore.run.files import RunFolder, check_plain
 from ycore.run.secrets import load_config
 from ycore.types import JsonObject, Record
@@ -468,9 +468,13 @@ def familiar_words(option: str, value: str, entry: AlgorithmEntry) -> str | None
 
 
 def validated(
-    model: type[_Declared], data: Record, *, what: str, error: type[UserError]
+    model: type[_Declared],
+    data: Record,
+    *,
+    what: str,
+    error: type[UserError] = RewardError,
 ) -> _Declared:
-    """Return an object outside of a run's config, such as a judge; `error` says the first thing that is wrong with it.
+    """Validate an object outside of a run's config, such as a judge; an `error` names the first thing that is wrong.
 
     Args:
         what: names the object at the start of the message.

@@ -441,12 +441,7 @@ def _declared(spec: RewardConfig) -> RewardConfig:
 def judge_of(spec: RewardConfig) -> Judge:
     """The declaration of a `judge:` or `agrees:` reward: its `args`, a file, or ycore's own judges; RewardError."""
     name = spec.reward.removeprefix(spec.kind)
-    return validated(
-        Judge,
-        {**_load_yaml(name, spec.args), **spec.args},
-        what=f"judge {name}",
-        error=RewardError,
-    )
+    return validated(Judge, {**_load_yaml(name, spec.args), **spec.args}, what=f"judge {name}")
 
 
 def reward_model_of(spec: RewardConfig) -> RewardModel:
@@ -454,12 +449,7 @@ def reward_model_of(spec: RewardConfig) -> RewardModel:
     name = spec.reward.removeprefix(REWARD_MODEL_PREFIX)
     if not name:
         raise RewardError("rm: needs a model's name: --reward rm:MODEL, a hub id or a folder")
-    return validated(
-        RewardModel,
-        {"model": name, **spec.args},
-        what=f"reward model {name}",
-        error=RewardError,
-    )
+    return validated(RewardModel, {"model": name, **spec.args}, what=f"reward model {name}")
 
 
 def teacher_of(spec: RewardConfig) -> Teacher:
@@ -471,9 +461,7 @@ def teacher_of(spec: RewardConfig) -> Teacher:
         )
     run = RunFolder(Path(name).expanduser())
     model = str(run.model) if run.config.is_file() else name
-    return validated(
-        Teacher, {"model": model, **spec.args}, what=f"teacher {name}", error=RewardError
-    )
+    return validated(Teacher, {"model": model, **spec.args}, what=f"teacher {name}")
 
 
 def teachers_of(config: ScoredConfig) -> list[Teacher]:

@@ -19,7 +19,6 @@ from pydantic import BaseModel, PositiveFloat
 from ycore.config.resolve import validated
 from ycore.config.schema import Positive, RewardConfig, Strict
 from ycore.data.cells import golds_of, last_boxed
-from ycore.errors import RewardError
 from ycore.rewards.answers import (
     answer_text,
     completion_text,
@@ -422,7 +421,7 @@ class Reference(Strict):
 
 def settings_of(spec: RewardConfig, model: type[_Settings]) -> _Settings:
     """Return the settings in a reward's `args`; RewardError where one is unknown or of the wrong type."""
-    return validated(model, spec.args, what=f"reward {spec.reward!r}", error=RewardError)
+    return validated(model, spec.args, what=f"reward {spec.reward!r}")
 
 
 def before_the_answer(text: str, *, bridge: str) -> str:

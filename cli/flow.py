@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     learning_rate=o.fraction("Learning rate [1e-05]."),
     steps=o.whole_number("Optimizer steps [20]."),
 )
-def flow(context: typer.Context, **options: Any) -> None:
+def flow(context: typer.Context, **_: Any) -> None:
     """Train a model that draws on a reward of its pictures.
 
     A round draws a group of pictures of each condition, reward functions look at them as PIL images, and
@@ -55,7 +55,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     ycore flow --model my-model --dataset prompts.jsonl \\
                --reward rewards.py:score --eval-reward judge.py:reads
     """
-    train_as_typed(context, "flow", options)
+    train_as_typed(context, "flow")
 
 
 def flow_plan(config: "FlowConfig", *, resume: "Resume | None") -> dict[str, Any]:

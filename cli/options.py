@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ycore.config.algorithms import Algorithm, AlgorithmEntry, find_entry
-from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError, nearest
 from ycore.types import JsonObject, Record
 
@@ -313,7 +312,7 @@ TRL_FIELDS: Mapping[str, str] = {
 
 def trl_options(algorithm: Algorithm) -> JsonObject:
     """Declare the usual fields of the algorithm's config class of TRL, with their defaults in ycore."""
-    fields = fields_of(algorithm.trl_config)
+    fields = algorithm.trl_fields
     defaults = algorithm.trl_defaults
     defaults["learning_rate"] = (
         f"{algorithm.lora_learning_rate:g}, with --full {algorithm.learning_rate:g}"
@@ -405,7 +404,7 @@ def _trl_options(
     arguments: Sequence[str], *, declared: Iterable[str], entry: AlgorithmEntry
 ) -> JsonObject:
     """Parse undeclared options into values, still as text; a ConfigError says what to type instead of an unknown one."""
-    fields = fields_of(entry.trl_config) if arguments and entry.trl_config else {}
+    fields = entry.trl_fields if arguments else {}
     flags = {name for name, field in fields.items() if field.is_flag}
     values: JsonObject = {}
     value: str | bool | None

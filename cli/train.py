@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,8 @@ _TRAINING = """
 def training_command(algorithm: Algorithm) -> Callable[..., None]:
     """Make the Typer command of an algorithm."""
 
-    def command(context: typer.Context, **options: Any) -> None:
-        train_as_typed(context, algorithm.name, options)
+    def command(context: typer.Context, **_: Any) -> None:
+        train_as_typed(context, algorithm.name)
 
     variants = o.trl_options(algorithm)
     data = _ROLLOUTS
@@ -62,8 +62,9 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
     return command
 
 
-def train_as_typed(context: typer.Context, algorithm: str, options: Mapping[str, Any]) -> None:
+def train_as_typed(context: typer.Context, algorithm: str) -> None:
     """Train with the options of a command."""
+    options = context.params
     _go_to(options.get("hosts"), options.get("min_hosts"))
     resume = options["resume"] or options["resume_from"] is not None
     train(
@@ -102,13 +103,9 @@ def resume(
     *,
     run: str | None,
     resume_from: str | None,
-    accept_changes: bool,
     steps: int | None,
     hosts: str | None,
     min_hosts: int | None,
-    set_: list[str] | None,
-    dry_run: bool,
-    json: bool,
     **_: Any,
 ) -> None:
     """Continue a stopped run from its newest checkpoint.
@@ -123,9 +120,7 @@ def resume(
     ycore resume runs/first --resume-from 40 --learning-rate 1e-6 --accept-changes
     """
     _go_to(hosts, min_hosts)
-    from ycore.api.run_settings import complete_config
     from ycore.api.running import can_go_on
-    from ycore.config.resolve import resolve_any
 
     if run is None:
         for_longer = steps is not None or resume_from is not None
@@ -141,19 +136,9 @@ def resume(
     folder = Path(folder_word).expanduser().absolute()
     if resume_from is not None and not resume_from.isdigit():
         resume_from = str(Path(resume_from).expanduser().absolute())
-    stored = _stored_training(folder)
-    keys = o.typed_keys(context, algorithm=str(stored["algorithm"]))
-    config = complete_config(
-        resolve_any(recipe=stored, sets=set_ or (), options=keys | {"output": str(folder)})
-    )
-    train(
-        config,
-        resume=True,
-        resume_from=resume_from,
-        accept_changes=accept_changes,
-        dry_run=dry_run,
-        json=json,
-    )
+    algorithm = _enter(folder)
+    context.params |= {"output": str(folder), "resume": True, "resume_from": resume_from}
+    train_as_typed(context, algorithm)
 
 
 def _folder_among(words: list[str]) -> str:
@@ -172,19 +157,19 @@ def _folder_among(words: list[str]) -> str:
     )
 
 
-def _stored_training(folder: Path) -> dict[str, Any]:
-    """Read the settings of a training run; paths in them are relative to the folder in which it was started."""
-    from ycore.api.run_settings import stored_settings
+def _enter(folder: Path) -> str:
+    """Go where a training run was started, which its paths are relative to, and return its algorithm."""
+    from ycore.run.claim import stored_config
 
-    stored = stored_settings(str(folder))
-    if stored.get("algorithm") == "eval":
+    algorithm = stored_config(RunFolder(folder))["algorithm"]
+    if algorithm == "eval":
         raise RunFolderError(
             f"{folder} holds an evaluation, which does not go on; run `ycore eval` again"
         )
     began_in = read_json(RunFolder(folder).config).get("directory")
     if isinstance(began_in, str) and Path(began_in).is_dir():
         os.chdir(began_in)
-    return stored
+    return str(algorithm)
 
 
 def train(

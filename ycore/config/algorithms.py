@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ycore.config.trl_fields import fields_of
+from ycore.config.trl_fields import TrlField, fields_of
 from ycore.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -26,6 +26,11 @@ class AlgorithmEntry:
     dataset: str
     reward: str = "exact_answer"
     trl_config: str | None = None  # TRL's config class, whose fields are options
+
+    @property
+    def trl_fields(self) -> Mapping[str, TrlField]:
+        """The fields of TRL's config class, by name; none of a family."""
+        return fields_of(self.trl_config) if self.trl_config else {}
 
     @property
     def config(self) -> "type[BaseConfig]":
@@ -64,8 +69,7 @@ class Algorithm(AlgorithmEntry):
     @property
     def trl_defaults(self) -> dict[str, Any]:
         """The defaults of TRL's fields, as the algorithm changes them."""
-        fields = fields_of(self.trl_config).values()
-        defaults = {field.name: field.default for field in fields}
+        defaults = {name: field.default for name, field in self.trl_fields.items()}
         return {**defaults, **self.settings.get("trl", {})}
 
 

@@ -24,7 +24,7 @@ from ycore.config.algorithms import (
 from ycore.config.presets import find_preset
 from ycore.config.schema import SHARDS_WEIGHTS, AnyConfig, BaseConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import alias_value, aliases, refusal
-from ycore.config.trl_fields import coerce, familiar_options, fields_of
+from ycore.config.trl_fields import coerce, familiar_options
 from ycore.errors import ConfigError, RewardError, UserError, must_be, nearest
 from ycore.run.files import RunFolder, check_plain
 from ycore.run.secrets import load_config
@@ -268,7 +268,7 @@ def _normalised(layer: Record, entry: AlgorithmEntry) -> JsonObject:
             f"trl must be a mapping of TRL's fields; it is {fields!r}; e.g. trl: {{learning_rate: 1.0e-5}}"
         )
     keys = aliases(entry)
-    known = fields_of(entry.trl_config).keys() - entry.config.model_fields.keys()
+    known = entry.trl_fields.keys() - entry.config.model_fields.keys()
     fields = dict(fields)
     for name in known.intersection(layer):
         if fields.get(name, layer[name]) != layer[name]:
@@ -280,7 +280,7 @@ def _normalised(layer: Record, entry: AlgorithmEntry) -> JsonObject:
     for name, key in keys.items():
         if name not in fields:
             continue
-        field = fields_of(entry.trl_config)[name]
+        field = entry.trl_fields[name]
         value = alias_value(name, coerce(field, fields.pop(name)), entry)
         if key in layer and layer[key] != value:
             raise ConfigError(
@@ -318,7 +318,7 @@ def _validated(merged: JsonObject, entry: AlgorithmEntry) -> BaseConfig:
     except ValidationError as problem:
         raise config_error(problem, merged, entry) from None
     if isinstance(entry, Algorithm):
-        fields = fields_of(entry.trl_config)
+        fields = entry.trl_fields
         for name in config.trl:
             if name not in fields:
                 raise unknown_key(("trl", name), entry)
@@ -426,7 +426,7 @@ def unknown_key(path: KeyPath, entry: AlgorithmEntry) -> ConfigError:
     *parents, key = path
     name = _dotted(path)
     text = str(key)
-    trl_names = fields_of(entry.trl_config) if entry.trl_config else {}
+    trl_names = entry.trl_fields
     if parents == ["trl"]:
         return ConfigError(f"TRL has no field {text}{nearest(text, trl_names)}")
     commands = [] if parents else commands_with(text)

@@ -279,7 +279,7 @@ Live = flag("Follow one run in the terminal; Ctrl-C only leaves it.", "--live")
 Once = flag("Show one run in the terminal as it is now, and return.", "--once")
 Seeds = whole_number("Runs, with the seeds 0, 1, ...; e.g. 3.", min=1)
 
-KEYS: Mapping[str, str] = {
+KEYS = {
     "reward": "rewards", "eval_reward": "eval_rewards", "actions": "turns.actions", "engine": "engine.kind",
     "sandbox": "sandbox.level", "dynamic_sampling": "sampling.dynamic", "curriculum": "sampling.curriculum",
     "max_staleness": "sampling.max_staleness", "oversample": "sampling.oversample", "method": "flow.method",
@@ -291,7 +291,7 @@ _WITHOUT_KEY = """
     devices judge prompt_tokens completion_tokens top
 """
 
-TRL_FIELDS: Mapping[str, str] = {
+TRL_FIELDS = {
     "learning_rate": "Peak learning rate",
     "beta": "Weight of the distance to the reference",
     "temperature": "Temperature of the completions",

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 
 from ycore.errors import ConfigError
 
-PANELS: Mapping[str, tuple[str, str]] = {
+PANELS = {
     "Data": (
         "model dataset recipe prompt_column answer_column benchmark split limit",
         "system_prompt trust_remote_code show_rows",

@@ -313,9 +313,9 @@ _EXPERIMENTAL = (
 _EVAL = replace(_GRPO, name="eval", config_class="ycore.config.schema:EvalConfig")
 """An evaluation samples with GRPO's settings."""
 
-ALGORITHMS: Mapping[str, Algorithm] = {row.name: row for row in (*_ROWS, *_EXPERIMENTAL)}
+ALGORITHMS = {row.name: row for row in (*_ROWS, *_EXPERIMENTAL)}
 
-FAMILIES: Mapping[str, AlgorithmFamily] = {
+FAMILIES = {
     "flow": AlgorithmFamily(
         name="flow",
         config_class="ycore.flow.flow_settings:FlowConfig",

@@ -346,7 +346,7 @@ def _short(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", last.lower()).strip("-.") or "run"
 
 
-_PACKAGES: Mapping[str, str] = {
+_PACKAGES = {
     "wandb": "'ycore[wandb]'",
     "trackio": "'ycore[trackio]'",
     "liger_kernel": "liger-kernel",
@@ -399,7 +399,7 @@ def _check_quantize(config: AnyConfig) -> None:
 
 KeyPath = tuple[str | int, ...]
 
-_WAYS_OUT: Mapping[str, str] = {
+_WAYS_OUT = {
     "lora": "write lora: {} for the defaults, or lora: null (--full) to train every weight",
     "rewards": "name one, e.g. --reward exact_answer",
 }

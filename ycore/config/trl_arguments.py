@@ -7,7 +7,6 @@ With given examples, a step takes batch_size rows.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -338,7 +337,7 @@ def _owned(
     return owned
 
 
-_ALIASES: Mapping[str, str] = {
+_ALIASES = {
     "num_generations": "group_size",
     "max_completion_length": "max_tokens",
     "max_steps": "steps",

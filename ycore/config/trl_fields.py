@@ -80,9 +80,7 @@ def familiar_options() -> Record:
     return loaded
 
 
-_WORDS_OF_BOOL: Mapping[str, Mapping[bool, str]] = {
-    "scale_rewards": {True: "group", False: "none"}
-}
+_WORDS_OF_BOOL = {"scale_rewards": {True: "group", False: "none"}}
 """Words of TRL's that YAML reads as `true` or `false`; elsewhere `no` is the word `no`."""
 
 

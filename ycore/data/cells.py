@@ -127,10 +127,8 @@ GOLD_KEYS = (
 """The keys of a mapping under which it has accepted answers."""
 
 _CALLS = ("function_call", "tool_call")
-_TURN_KEYS = frozenset({"role", "from", "content", "value"})
-_WEIGHT_KEYS = frozenset(
-    {"weight", "train", "training", "trainable", "train_detail", "loss", "loss_mask"}
-)
+_TURN_KEYS = {"role", "from", "content", "value"}
+_WEIGHT_KEYS = {"weight", "train", "training", "trainable", "train_detail", "loss", "loss_mask"}
 # The beginning of a turn, or of a list of them: `[{"role":` and `{'value' :`.
 _BEGINS_TURN = r"\s*+\[?\s*+\{\s*+['\"](?:role|from|content|value)['\"]\s*+:"
 # Keys for what a turn says, and for who says it, such as `"from": "gpt"`; also with a backslash before each quote.

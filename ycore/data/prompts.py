@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-RESERVED_COLUMNS = frozenset(
-    {"prompt", "prompts", "completion", "completions", "completion_ids"}
-)
+RESERVED_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 """Keywords that every reward function is called with: a column of that name is not passed on."""
 
 

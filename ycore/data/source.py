@@ -223,7 +223,7 @@ def _read_text(path: Path, suffix: str) -> Table:
         return _parse_csv(path, _decoded(str(path), data), signs)
     if suffix.startswith(".jsonl") or not is_array:
         return _lines_table(JsonLines(path, io.BytesIO(data)))
-    entries = _parse_json(str(path), _decoded(str(path), data))
+    entries = _parse_json(str(path), data)
     objects = [
         _json_object(f"{path}, entry {number}", entry) for number, entry in enumerate(entries)
     ]
@@ -325,7 +325,7 @@ class JsonLines(Sequence[Record]):
 
     def _parsed(self, line: bytes, number: int) -> JsonObject:
         place = f"{self.path}, line {number}"
-        return _json_object(place, _parse_json(place, _decoded(place, line)))
+        return _json_object(place, _parse_json(place, line))
 
 
 def _quickly_parsed(line: bytes) -> JsonObject | None:
@@ -337,7 +337,8 @@ def _quickly_parsed(line: bytes) -> JsonObject | None:
     return row if type(row) is dict else None
 
 
-def _parse_json(place: str, text: str) -> Any:
+def _parse_json(place: str, data: bytes) -> Any:
+    text = _decoded(place, data)
     try:
         return json.loads(text)
     except json.JSONDecodeError as problem:

@@ -7,7 +7,7 @@ reaches is in `timing`.
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -54,7 +54,7 @@ class Fleet:
     machines: int = 1
 
 
-DEVICES: Mapping[str, Device] = {
+DEVICES = {
     row["name"].lower(): Device(
         row["name"],
         memory_bytes=row["memory_gb"] * GB,
@@ -159,7 +159,7 @@ def _of_memory(gigabytes: float) -> Device:
 _SIZE = 512
 _COPY_BYTES = 32 * 2**20
 _REPEATS = 3
-_FASTER: tuple[tuple[str, float], ...] = (
+_FASTER = (
     ("amx_bf16", 6.0),
     ("avx512_bf16", 8.0),
     ("bf16", 2.0),

@@ -161,8 +161,8 @@ def run_on_hosts(
 
 def _meeting_place(hosts: Sequence[Host]) -> dict[str, str]:
     """Return the variables that all hosts have in common; every host that cannot run is named."""
-    addresses: list[str] = []
-    problems: list[ConfigError] = []
+    addresses = []
+    problems = []
     for host in hosts:
         try:
             addresses.append(host.address())
@@ -224,7 +224,7 @@ def _resumed(words: Sequence[str]) -> list[str]:
 
 def without_options(words: Sequence[str], *names: str) -> list[str]:
     """Return the words without these options and their values."""
-    kept: list[str] = []
+    kept = []
     rest = iter(words)
     for word in rest:
         name, _, value = word.replace("_", "-").partition("=")

@@ -1,7 +1,6 @@
 """The commands that tell whether a run will run and learn, `plan`, `doctor` and `preflight`, and `ycore eval`, which
 measures a model on held-out prompts with the engines and rewards that training uses."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,8 +204,8 @@ def evaluate_models(
                 print_table(plan_rows(plan))
         if not dry_run:
             results = run_evaluations(configs)
-    result: Mapping[str, Any] = results
-    lines: list[list[str]] = []
+    result = results
+    lines = []
     if len(configs) == 1:
         (result,) = results.values()
         lines = figure_rows(result)

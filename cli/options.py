@@ -406,7 +406,7 @@ def _trl_options(
     """Parse undeclared options into values, still as text; a ConfigError says what to type instead of an unknown one."""
     fields = entry.trl_fields if arguments else {}
     flags = {name for name, field in fields.items() if field.is_flag}
-    values: JsonObject = {}
+    values = {}
     value: str | bool | None
     rest = list(arguments)
     while rest:

@@ -78,7 +78,7 @@ class Run:
         from ycore.api.trained import trained_model
 
         scores = find_algorithm(self.config["algorithm"]).trains_reward_model
-        loader: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        loader = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
         return loader.from_pretrained(trained_model(str(self.folder), best=best), dtype="auto")
 
     def tokenizer(self) -> Any:

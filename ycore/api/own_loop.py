@@ -233,9 +233,7 @@ class Round:
         async def write_group(draw: Any) -> Group:
             start = await controller.writer.start(draw)
             size = range(controller.rules.group_size)
-            written: list[Completion] = await together(
-                [controller.complete(start, index) for index in size]
-            )
+            written = await together([controller.complete(start, index) for index in size])
             return Group(start.draw, tuple(written), ())
 
         draws = [controller.draws.draw() for _ in range(num_prompts)]

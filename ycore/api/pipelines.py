@@ -445,13 +445,13 @@ def make_pairs(
         best_first = sorted(scored, key=lambda pair: -pair[0])
         if compare == "best-worst":
             best_first = [best_first[0], best_first[-1]] if best_first else []
-        seen: set[tuple[str, str]] = set()
+        seen = set()
         for (best, chosen), (worst, rejected) in combinations(best_first, 2):
             texts = (chosen["completion"], rejected["completion"])
             if not rewards_differ([best, worst]) or texts in seen:
                 continue
             seen.add(texts)
-            answers: list[Any] = list(texts)
+            answers = list(texts)
             if not isinstance(chosen["prompt"], str):  # a chat is answered by a turn
                 answers = [[{"role": "assistant", "content": text}] for text in texts]
             pair = {"prompt": chosen["prompt"], "chosen": answers[0], "rejected": answers[1]}

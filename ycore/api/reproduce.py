@@ -60,8 +60,8 @@ def compare_seeds(
     Returns:
         The content of reproduce.json, and the rows of a table.
     """
-    bands: Record = {} if band is None else band.get("stages", {"": band})
-    finals: dict[str, float] = {}
+    bands = {} if band is None else band.get("stages", {"": band})
+    finals = {}
     verdicts = []
     records = []
     for seed in range(num_seeds):

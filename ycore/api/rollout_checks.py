@@ -9,7 +9,7 @@ from ycore.config.schema import RunConfig, a_fifth
 from ycore.config.trl_arguments import derive_batch
 from ycore.data.examples import num_overlapping
 from ycore.data.prompts import PromptSet, load_prompts
-from ycore.engine.kinds import REPLAY, EngineKind, choose_kind
+from ycore.engine.kinds import REPLAY, choose_kind
 from ycore.errors import ConfigError, RewardError
 from ycore.launch.layout import Site
 from ycore.launch.machine_checks import check_run
@@ -39,7 +39,7 @@ def check_rollouts(
     Args:
         show_rows: how many of the dataset's rows the plan shows.
     """
-    engine: EngineKind = REPLAY
+    engine = REPLAY
     if config.replay is None:
         engine, _ = choose_kind(config.engine.kind, family=sighted_family(config.model))
     limits = {

@@ -96,7 +96,7 @@ def _with_files(algorithm: str, settings: Record) -> JsonObject:
 
 def keys_of(algorithm: str, settings: Record) -> JsonObject:
     """Return the settings as keys of a config."""
-    keys: JsonObject = {"algorithm": algorithm, **settings}
+    keys = {"algorithm": algorithm, **settings}
     for key, inner_key in (("engine", "kind"), ("sandbox", "level")):
         if isinstance(keys.get(key), str):
             keys[key] = {inner_key: keys[key]}

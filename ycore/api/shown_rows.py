@@ -66,7 +66,7 @@ def _parts_read(
         name: rows_read(part, model, arguments, num_rows=num_rows)
         for name, part in rows.parts.items()
     }
-    merged: JsonObject = {
+    merged = {
         "in_words": "; ".join(f"{name}: {part['in_words']}" for name, part in readings.items()),
         "mean_tokens": max(part["mean_tokens"] for part in readings.values()),
     }

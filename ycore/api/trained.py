@@ -139,7 +139,7 @@ class Chat:
 
         from ycore.engine.transformers_engine import plain_generation  # it imports torch
 
-        streamer: Any = None
+        streamer = None
         if show is not None:
             streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
             streamer.on_finalized_text = lambda words, stream_end=False: show(words)
@@ -328,7 +328,7 @@ def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bo
         f"`{printable(_without_folder(reward['reward']))}`"
         for reward in config.get("rewards", [])
     )
-    head: dict[str, Any] = {
+    head = {
         "library_name": "peft" if adapter else "transformers",
         "tags": ["ycore", config["algorithm"]],
     }

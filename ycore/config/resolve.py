@@ -70,7 +70,7 @@ def resolve_any(
         if preset is not None:
             layers.insert(0, _preset_layer(str(preset), entry))
         layers.insert(0, entry.settings)
-    merged: JsonObject = {"algorithm": entry.name}
+    merged = {"algorithm": entry.name}
     for layer in layers:
         merged = merge(merged, _normalised(layer, entry))
     merged = {
@@ -528,7 +528,7 @@ def _missing(places: Sequence[KeyPath], entry: AlgorithmEntry) -> ConfigError:
 
 def _existing(place: KeyPath, data: Any) -> KeyPath:
     """An error's path in the data, without the names that pydantic adds for a union's branches."""
-    path: list[str | int] = []
+    path = []
     for part in place:
         in_list = isinstance(data, list) and isinstance(part, int) and part < len(data)
         if in_list or (isinstance(data, Mapping) and part in data):

@@ -282,7 +282,7 @@ def _defaults(
     config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder
 ) -> dict[str, Any]:
     algorithm = config.algorithm_row
-    defaults: dict[str, Any] = {
+    defaults = {
         **OWN_DEFAULTS,
         "learning_rate": algorithm.learning_rate
         if config.lora is None

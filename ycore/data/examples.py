@@ -202,9 +202,9 @@ def _read_examples(
     reader = _row_reader(config, renamed(table, config.columns), as_chat=as_chat)
     left_out = Counter[str]()
     examples: list[Example] = []
-    pictures: dict[int, tuple[Image, ...]] = {}
+    pictures = {}
     orders = RoleOrders()
-    samples: dict[str, Example] = {}
+    samples = {}
     for row in reader.table:
         example = _to_example(reader, row)
         if isinstance(example, str):
@@ -373,7 +373,7 @@ def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Tab
     """Return the pairs with `prompt`, `chosen` and `rejected` as texts; DataError where none is left."""
     _require_pairs(table)
     reader = RowReader(table, RowNeeds("pairs", as_chat, prompt_column))
-    rows: list[JsonObject] = []
+    rows = []
     for row in table:
         pair = reader.read(row)
         if isinstance(pair, Row):

@@ -101,7 +101,7 @@ def parse_name(text: str) -> tuple[str, dict[str, str]]:
 
 def typed_arguments(texts: Mapping[str, str]) -> dict[str, Any]:
     """Read numbers, true and false, and lists as JSON writes them; anything else is text."""
-    arguments: dict[str, Any] = dict(texts)
+    arguments = dict(texts)
     for key, value in texts.items():
         with suppress(ValueError, RecursionError):
             arguments[key] = json.loads(value)
@@ -124,7 +124,7 @@ def _rows(
 ) -> Iterator[dict[str, str]]:
     """Yield the distinct questions of a split, in random order; 3 + 4 and 4 + 3 are in the same split."""
     low, span = (0, 10) if digits == 1 else (10 ** (digits - 1), 9 * 10 ** (digits - 1))
-    seen: set[str] = set()
+    seen = set()
     for number in _shuffled_numbers(span**2, chance):
         left, right = (low + place for place in divmod(number, span))
         prompt, answer = TASKS[name](left, right)

@@ -368,7 +368,7 @@ class RowReader:
                     f"{self._reasoning!r} is {text!r:.40} in {row.place}: a switch, or beside an answer that thinks; "
                     f"remove the column, or rename it: --set columns.mode={self._reasoning}"
                 )
-            turns: list[Message] = (
+            turns = (
                 [{"role": "assistant", "content": answer}]
                 if isinstance(answer, str)
                 else answer
@@ -475,7 +475,7 @@ class RowReader:
 
     def _pair(self, row: TableRow) -> Row | str:
         """Read a better and a worse answer, with the question that a column has or that both begin with."""
-        pair: dict[str, Content] = {}
+        pair = {}
         for name in ("chosen", "rejected"):
             content = content_of(row, name, self.roles)
             if self.needs.as_chat and isinstance(content, str) and is_dialogue(content):

@@ -280,7 +280,7 @@ class JsonLines(Sequence[Record]):
         self._starts = array("Q")
         self._lengths = array("Q")
         self._hashes = array("q")
-        last_values: JsonObject = {}
+        last_values = {}
         start = 0
         for number, line in enumerate(source, start=1):
             row = _quickly_parsed(line)

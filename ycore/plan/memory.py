@@ -335,7 +335,7 @@ def trainer_states(work: Workload, strategy: Strategy) -> Parts:
     ranks = strategy.shard_ranks
     weight_ranks = ranks if strategy.shards_weights else 1
     two_layers = 2.0 * size * work.policy.layer_params  # gathered: the one at work and the next
-    parts: dict[str, float] = {}
+    parts = {}
     if work.lora_rank is not None:
         parts["frozen weights"] = frozen_bytes(work) / weight_ranks
     if not strategy.sharding.startswith("zero"):
@@ -655,7 +655,7 @@ def gpu_phases(
     if sleeps:
         idle = {role: ASLEEP_BYTES * len(models) for role, models in engines.items()}
     resting = trainer.resting[offload]
-    phases: dict[str, Parts] = {
+    phases = {
         "train": {"trainer": trainer.peak, **idle},
         "sync": {"trainer": resting + trainer.gather, **idle},  # before an engine wakes
     }

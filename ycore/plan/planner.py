@@ -309,7 +309,7 @@ def strategies(
     """
     rest = replace(fleet, count=fleet.count - apart)
     bases = _cpu_bases(work, rest) if fleet.device.on_cpu else _gpu_bases(work, rest, apart)
-    found: list[Strategy] = []
+    found = []
     for base in bases:
         size = min(micro_batch, work.completions // base.ranks)
         found.append(replace(base, micro_batch=size))
@@ -378,7 +378,7 @@ def with_layout(config: RunConfig, forecast: StepForecast, fleet: Fleet) -> RunC
     """
     strategy = forecast.strategy
     on_cpu = fleet.device.on_cpu
-    changes: JsonObject = {
+    changes = {
         "processes": strategy.ranks // fleet.machines,
         "accelerate": None,
         "engine": _engine_settings(config, strategy, on_cpu),

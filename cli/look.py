@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ycore_cli import options as o
 from ycore_cli.output import newest_run, print_json, print_line, print_table, stdout_for_json
 
-from ycore.errors import ConfigError, RunFolderError
-from ycore.run.files import RunFolder
+from ycore.errors import ConfigError, Interrupted, RunFolderError
+from ycore.run.files import RunFolder, read_json, tracker_group
 
 if TYPE_CHECKING:
     from ycore.config.recipe_files import Sweep
@@ -101,7 +101,6 @@ def recipes(
         return 0
     from ycore.api.reproduce import compare_seeds, stored_band
     from ycore.config.recipe_files import read_sweep
-    from ycore.run.files import read_json, tracker_group
 
     name = Path(recipe).stem
     known = stored_band(name) if band is None else read_json(band)
@@ -129,7 +128,6 @@ def _run_rungs(
 ) -> tuple[dict[str, Any], list[tuple[str, str]]] | None:
     """Run every combination with every seed, rung by rung; return the last comparison, None of a recipe alone."""
     from ycore.api.reproduce import compare_settings
-    from ycore.errors import Interrupted
 
     settings = going_on = sweep.settings(o.KEYS)
     ended: list[Any] = []

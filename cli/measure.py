@@ -8,6 +8,8 @@ import typer
 from ycore_cli import options as o
 from ycore_cli.output import print_json, print_line, print_table, stdout_for_json
 
+from ycore.api.tables import figure_rows, plan_rows
+
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
 
@@ -104,7 +106,6 @@ def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) ->
     """
     from ycore.api.evaluations import preflight_config, preflight_lines, run_preflight
     from ycore.api.running import checked_plan
-    from ycore.api.tables import plan_rows
     from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import require_rollouts
 
@@ -189,7 +190,6 @@ def evaluate_models(
                --dataset pairs.jsonl --reward rm:runs/rm/model
     """
     from ycore.api.evaluations import compare_evaluations, evaluation_plan, run_evaluations
-    from ycore.api.tables import figure_rows, plan_rows
 
     benchmark = context.params["benchmark"]
     has_dataset = context.params["dataset"] is not None

@@ -22,6 +22,7 @@ from ycore.api.run_settings import (
 )
 from ycore.api.running import checked_plan, run_training, training_plan
 from ycore.api.tables import Planned, aligned, plan_rows
+from ycore.api.trained import trained_model
 from ycore.config.algorithms import find_algorithm
 from ycore.config.resolve import require_rollouts
 from ycore.errors import RunFolderError
@@ -75,8 +76,6 @@ class Run:
         """
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-        from ycore.api.trained import trained_model
-
         scores = find_algorithm(self.config["algorithm"]).trains_reward_model
         loader = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
         return loader.from_pretrained(trained_model(str(self.folder), best=best), dtype="auto")
@@ -84,8 +83,6 @@ class Run:
     def tokenizer(self) -> Any:
         """Load the model's tokenizer with transformers."""
         from transformers import AutoTokenizer
-
-        from ycore.api.trained import trained_model
 
         return AutoTokenizer.from_pretrained(trained_model(str(self.folder)))
 

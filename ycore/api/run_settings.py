@@ -173,10 +173,10 @@ def _with_names(functions: Any, kind: str, file: Path) -> list[Any]:
     return code_references(_listed(functions), file, kind=kind)
 
 
-def _write_rows(rows: Iterable[Record], file: Path) -> Path:
+def _write_rows(rows: Any, file: Path) -> Path:
     """Write the rows as JSONL into a file that is named by its content too; ConfigError for a row that is not JSON."""
     if hasattr(rows, "iterrows"):  # a frame of pandas is a mapping of columns
-        rows = cast(Any, rows).to_dict("records")
+        rows = rows.to_dict("records")
     lines = []
     for number, row in enumerate(rows):
         try:

@@ -136,6 +136,8 @@ _SFT = Algorithm(
     rows="answers",
     figures=("loss", "mean_token_accuracy"),
 )
+# TRL's own advantages are replaced, and its deviation of a group of one would not exist.
+_OWN_ADVANTAGES = {"trl": {"loss_type": "dapo", "scale_rewards": "none"}}
 _ROWS = (
     _GRPO,
     replace(
@@ -153,8 +155,7 @@ _ROWS = (
         config_class="ycore.config.learners:PPOConfig",
         trainer="ycore.trl.ppo:Trainer",
         lacks=("teacher", "advantage"),
-        # TRL's own advantages are replaced, and its deviation of a group of one would not exist.
-        settings={"trl": {"loss_type": "dapo", "scale_rewards": "none"}},
+        settings=_OWN_ADVANTAGES,
     ),
     replace(
         _GRPO,
@@ -174,7 +175,7 @@ _ROWS = (
         trainer="ycore.trl.distill:Trainer",
         lacks=("constraint", "keep", "loss"),
         lora_learning_rate=1e-4,  # as in Thinking Machines' on-policy distillation
-        settings={"trl": {"loss_type": "dapo", "scale_rewards": "none"}},
+        settings=_OWN_ADVANTAGES,
     ),
     replace(
         _GRPO,

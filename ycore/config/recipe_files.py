@@ -74,10 +74,6 @@ def parse_yaml(
     return parsed
 
 
-_ABOUT = ("description", "never_run")
-"""Keys of a recipe that are for readers."""
-
-
 @dataclass(frozen=True)
 class RecipeEntry:
     """A shipped recipe, and the command that runs it."""
@@ -121,7 +117,7 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> JsonObject:
         near = nearest(name_or_file, known) or f"; there are {', '.join(known)}"
         raise ConfigError(f"no recipe {name_or_file!r}{near}")
     recipe = _parsed(text, name_or_file)
-    for about in _ABOUT:
+    for about in ("description", "never_run"):  # for readers
         recipe.pop(about, None)
     wanted = _command(recipe)
     if not _serves(wanted, command):

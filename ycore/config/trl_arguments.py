@@ -38,8 +38,8 @@ class _Batch:
         micro_batches = self.gradient_accumulation_steps
         plural = "es" if micro_batches > 1 else ""
         per_rank = " each" if self.world_size > 1 else ""
-        size = self.per_device_train_batch_size
-        return f"{total} a step on {ranks}: {micro_batches} micro-batch{plural} of {size}{per_rank}"
+        size = f"{self.per_device_train_batch_size}{per_rank}"
+        return f"{total} a step on {ranks}: {micro_batches} micro-batch{plural} of {size}"
 
 
 @dataclass(frozen=True)

@@ -147,9 +147,11 @@ class Strategy:
     @property
     def in_words(self) -> str:
         """A description for people, e.g. `colocated, zero2, micro-batch 4`."""
-        words: list[str] = [self.kind]
-        words.append(self.sharding if self.ranks > 1 else "one rank")
-        words.append(f"micro-batch {self.micro_batch}")
+        words = [
+            str(self.kind),
+            self.sharding if self.ranks > 1 else "one rank",
+            f"micro-batch {self.micro_batch}",
+        ]
         if self.checkpointing:
             words.append("gradient checkpointing")
         width = self.tensor_parallel

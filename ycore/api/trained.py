@@ -11,9 +11,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -90,8 +90,7 @@ def template_arguments(name: str) -> dict[str, Any]:
     return stored_settings(name).get("trl", {}).get("chat_template_kwargs") or {}
 
 
-@dataclass(frozen=True)
-class ChatSettings:
+class ChatSettings(NamedTuple):
     """How answers are sampled, the turns `before` a conversation, and what the chat template gets beside the turns."""
 
     max_tokens: int

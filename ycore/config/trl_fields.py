@@ -10,10 +10,9 @@ They are read from `trl_fields.json`, because importing TRL takes seconds. After
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, NamedTuple, Union
 
 from ycore.errors import ConfigError, must_be
 from ycore.types import Record
@@ -22,8 +21,7 @@ TABLE = Path(__file__).with_suffix(".json")
 BASE = "TrainingArguments"
 
 
-@dataclass(frozen=True)
-class TrlField:
+class TrlField(NamedTuple):
     """One field of a TRL config class. `type` is in the words of the table, such as `int | str | None`."""
 
     name: str

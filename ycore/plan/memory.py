@@ -457,8 +457,7 @@ class EngineMemory(NamedTuple):
         return self.weights + self.kv_cache + self.workspace + self.overhead
 
 
-@dataclass(frozen=True)
-class EngineNeed:
+class EngineNeed(NamedTuple):
     """Requirements of an engine. Tokens are of one sequence; `longest` is what vLLM must be able to hold."""
 
     facts: ModelFacts

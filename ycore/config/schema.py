@@ -722,9 +722,10 @@ class RunConfig(ScoredConfig, RowSettings):
     @property
     def changed_sampling(self) -> dict[str, Any]:
         """TRL's fields by which engines sample from another distribution than the policy's own, with their values."""
-        values = {name: self.trl.get(name, plain[0]) for name, plain in _PLAIN_SAMPLING.items()}
         return {
-            name: value for name, value in values.items() if value not in _PLAIN_SAMPLING[name]
+            name: self.trl[name]
+            for name, plain in _PLAIN_SAMPLING.items()
+            if name in self.trl and self.trl[name] not in plain
         }
 
     def sampling_warnings(self) -> list[str]:

@@ -148,7 +148,8 @@ def content_of(row: TableRow, column: str, aliases: dict[str, str]) -> Content:
     """
     value = listed_cell(row, column)
     if isinstance(value, str):
-        check_characters(value, repr(column), row)
+        if not value.isascii():
+            check_characters(value, repr(column), row)
         return value
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [

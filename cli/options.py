@@ -4,7 +4,7 @@ Options that a command does not declare are fields of TRL's config, by TRL's nam
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -367,13 +367,9 @@ def resolve_config(
 def typed_keys(context: typer.Context, *, algorithm: str) -> JsonObject:
     """Collect the keys of a config that were typed, and under `trl` TRL's fields among the other words."""
     keys = config_keys(context.params) | {"algorithm": algorithm}
-    declared = [
-        name
-        for option in context.command.params
-        for name in (*option.opts, *option.secondary_opts)
-    ]
-    trl = _trl_options(context.args, declared=declared, entry=find_entry(algorithm))
-    return keys | ({"trl": trl} if trl else {})
+    if trl := _trl_options(context, find_entry(algorithm)):
+        keys["trl"] = trl
+    return keys
 
 
 def config_keys(params: Record) -> JsonObject:
@@ -400,15 +396,13 @@ def config_keys(params: Record) -> JsonObject:
     return keys
 
 
-def _trl_options(
-    arguments: Sequence[str], *, declared: Iterable[str], entry: AlgorithmEntry
-) -> JsonObject:
+def _trl_options(context: typer.Context, entry: AlgorithmEntry) -> JsonObject:
     """Parse undeclared options into values, still as text; a ConfigError says what to type instead of an unknown one."""
-    fields = entry.trl_fields if arguments else {}
+    rest = list(context.args)
+    fields = entry.trl_fields if rest else {}
     flags = {name for name, field in fields.items() if field.is_flag}
     values = {}
     value: str | bool | None
-    rest = list(arguments)
     while rest:
         token = rest.pop(0)
         option, equals, text = token.partition("=")
@@ -423,7 +417,10 @@ def _trl_options(
         if not equals and name not in fields and name.startswith("no_") and name[3:] in flags:
             name, value = name[3:], False
         elif name not in fields or not option.startswith("--"):
-            known = [*declared, *(field.option for field in fields.values())]
+            known = list[str]()
+            for parameter in context.command.params:
+                known += [*parameter.opts, *parameter.secondary_opts]
+            known += [field.option for field in fields.values()]
             hint = _words_instead(option, str(value or "VALUE"), known, entry)
             raise ConfigError(f"no option {option}{hint}")
         elif not equals and value is not None:

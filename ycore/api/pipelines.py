@@ -68,6 +68,7 @@ _SEEDS_APART = 1000  # between the seeds of a stage in two runs of its pipeline
 class PipelineFile(Strict):
     """The keys of a pipeline's file; `defaults` are for every stage whose command has them."""
 
+    description: str = ""
     model: str | None = None
     output: str | None = None
     seed: Whole = 0

@@ -173,7 +173,7 @@ def _check_examples(
         "held_out": len(examples.held_out),
         "overlap": examples.overlap if is_apart else 0,
         "eval_every": (config.eval_every or a_fifth(batch.steps)) if measures else None,
-        "columns": list(examples.columns),
+        "columns": list(examples.train[0]),
         "chat": examples.is_chat,
         "left_out": examples.left_out_note,
         "reading": rows_read(examples, model, None, num_rows=show_rows),

@@ -74,10 +74,6 @@ class ExampleSet:
         return "images" in self.train[0]
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self.train[0])
-
-    @property
     def identity(self) -> str:
         """Return the words by which a resumed run knows its rows and their order again."""
         digest = hashlib.sha256()

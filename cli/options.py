@@ -4,7 +4,7 @@ Options that a command does not declare are fields of TRL's config, by TRL's nam
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +36,7 @@ flag = partial(option, bool)
 whole_number = partial(option, int, metavar="N")
 fraction = partial(option, float, metavar="X")
 
-OPTIONS: Mapping[str, Any] = {
+OPTIONS = {
     "model": text("Hub id or folder; e.g. smollm2-135m."),
     "output": text("Folder that the run writes; e.g. runs/first [TRL: output_dir]."),
     "recipe": text("Start from a recipe, by name or YAML file; e.g. quickstart."),

@@ -191,7 +191,7 @@ class Round:
         from ycore.trainer.rollout_run import RolloutRun
 
         try:
-            self._run: RolloutRun = RolloutRun(assemble(self.folder))
+            self._run = RolloutRun(assemble(self.folder))
             try:
                 self._run.trainer.rounds = self
                 self._run.train()

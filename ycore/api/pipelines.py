@@ -57,7 +57,7 @@ PAIRS = "pairs"
 """The stage kind that is no command: completions are sampled and scored, and preference pairs are made of them."""
 
 PAIRS_FILE = "pairs.jsonl"
-COMMANDS: tuple[str, ...] = (*ALGORITHMS, "eval", PAIRS)
+COMMANDS = (*ALGORITHMS, "eval", PAIRS)
 
 Compare = Literal["best-worst", "all"]
 """Completions that a `pairs` stage pairs: the best with the worst of a prompt, or every two whose rewards differ."""

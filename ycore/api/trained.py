@@ -108,7 +108,7 @@ class Chat:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self._settings = settings
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._is_chat = bool(self._tokenizer.chat_template)
         self._turns = list(settings.before)
         if settings.before and not self._is_chat:
@@ -117,7 +117,7 @@ class Chat:
             )
         dtype = "auto" if this_machine().has_bfloat16 else "float32"
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model: Any = (
+        self._model = (
             AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
         )
 

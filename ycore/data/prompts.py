@@ -13,7 +13,7 @@ from ycore.data.rows import FORMS, RoleOrders, RowNeeds, RowReader, renamed
 from ycore.data.source import read_table
 from ycore.errors import DataError
 from ycore.run.files import NO_IMAGES, ImageStore
-from ycore.types import NO_PROMPT, Content, Image, Message, Prompt, Record
+from ycore.types import NO_PROMPT, Content, Image, Prompt, Record
 
 if TYPE_CHECKING:
     from numpy import int64
@@ -204,7 +204,7 @@ class PromptRows(Sequence[Prompt]):
         self._table = reader.table
         self._column = reader.prompt_column
         self._store = store
-        self._system: list[Message] = []
+        self._system = []
         if config.system_prompt is not None:
             self._system.append({"role": "system", "content": config.system_prompt})
         self._few_shot = [turn.model_dump() for turn in config.few_shot]

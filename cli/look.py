@@ -165,7 +165,7 @@ def _list_recipes(*, json: bool) -> None:
 
     entries = [(entry, stored_band(entry.name)) for entry in list_recipes()]
     if json:
-        print_json({"recipes": [{**asdict(entry), "band": band} for entry, band in entries]})
+        print_json({"recipes": [asdict(entry) | {"band": band} for entry, band in entries]})
         return
     for entry, band in entries:
         mark = f" [never run here: {entry.never_run}]" if entry.never_run else ""

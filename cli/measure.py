@@ -54,7 +54,7 @@ def plan(
         algorithm = str(base.get("algorithm", "grpo"))
         options = o.typed_keys(context, algorithm=algorithm)
         config = planned_config(base, options, sets=context.params.get("set_") or ())
-        names_dataset = "dataset" in {**base, **options}
+        names_dataset = "dataset" in (base | options)
         if show_rows is not None and not names_dataset:
             raise typer.BadParameter(
                 f"--show-rows {show_rows} shows rows of the run's dataset; name it with --dataset"

@@ -101,7 +101,7 @@ def run_preflight(config: RunConfig) -> Results:
     from ycore.launch.launcher import PREFLIGHT, run_worker
 
     checked_plan(config, trains=False)
-    return {**run_worker(PREFLIGHT, config), "output": config.output}
+    return run_worker(PREFLIGHT, config) | {"output": config.output}
 
 
 def preflight_lines(result: Results) -> Iterator[str]:

@@ -352,7 +352,7 @@ def _run_stage(stage: Stage) -> bool:
             stage.folder, weights=config.reward_weights, compare=stage.compare
         )
         file = RunFolder(stage.folder).summary
-        write_json_atomic(file, {**read_json(file), "num_pairs": num_pairs})
+        write_json_atomic(file, read_json(file) | {"num_pairs": num_pairs})
     return stop_asked
 
 

@@ -167,7 +167,7 @@ def _add_constraints(merged: JsonObject) -> None:
             same[0].pop("weight", None)
             same[0].update(marks)
         else:
-            rewards = [*rewards, {"reward": name, **marks}]
+            rewards = [*rewards, {"reward": name} | marks]
         merged["rewards"] = rewards
 
 
@@ -259,7 +259,7 @@ def _normalised(layer: Record, entry: AlgorithmEntry) -> JsonObject:
         layer["mixture"] = _parts_of(layer["dataset"])
         layer["dataset"] = " + ".join(str(part.get("dataset")) for part in layer["mixture"])
     elif "dataset" in layer and "mixture" in entry.config.model_fields:
-        layer = {"mixture": [], **layer}  # one dataset replaces a recipe's several
+        layer = {"mixture": []} | layer  # one dataset replaces a recipe's several
     if not isinstance(entry, Algorithm):
         return layer
     fields = layer.pop("trl", None) or {}
@@ -287,7 +287,7 @@ def _normalised(layer: Record, entry: AlgorithmEntry) -> JsonObject:
                 f"{name} is TRL's name of {key}, and they differ: {value!r} and {layer[key]!r}; give one"
             )
         layer[key] = value
-    return {**layer, "trl": fields} if fields else layer
+    return layer | {"trl": fields} if fields else layer
 
 
 def _parts_of(items: Sequence[Any]) -> list[JsonObject]:

@@ -272,7 +272,7 @@ def trl_arguments(
         raise ConfigError(
             "attn_implementation=flex_attention needs a GPU: on a CPU it has no gradients; leave it out"
         )
-    return {**_defaults(config, batch, folder), **config.trl, **_owned(config, batch, folder)}
+    return _defaults(config, batch, folder) | config.trl | _owned(config, batch, folder)
 
 
 _SAVE_S = 3600.0

@@ -7,13 +7,10 @@ A new algorithm costs one file in `ycore/trl` and one row here. This file import
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ycore.config.trl_fields import TrlField, fields_of
 from ycore.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from ycore.config.schema import BaseConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +30,9 @@ class AlgorithmEntry:
         return fields_of(self.trl_config) if self.trl_config else {}
 
     @property
-    def config(self) -> "type[BaseConfig]":
-        """The class that validates its runs."""
-        loaded: type[BaseConfig] = load_reference(self.config_class)
-        return loaded
+    def config(self) -> Any:
+        """The class that validates its runs, a BaseConfig."""
+        return load_reference(self.config_class)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,7 +118,8 @@ def _fill_in_rollout_keys(merged: JsonObject) -> None:
 def read_config(folder: RunFolder) -> BaseConfig:
     """Read the config of a run in its own process, with the secrets that the launcher passed to it."""
     stored = load_config(folder)
-    return find_entry(stored["algorithm"]).config.model_validate(stored)
+    config: BaseConfig = find_entry(stored["algorithm"]).config.model_validate(stored)
+    return config
 
 
 def require_rollouts(config: BaseConfig) -> RunConfig:
@@ -314,7 +315,7 @@ def _as_reward(item: Any) -> Any:
 
 def _validated(merged: JsonObject, entry: AlgorithmEntry) -> BaseConfig:
     try:
-        config = entry.config.model_validate(merged)
+        config: BaseConfig = entry.config.model_validate(merged)
     except ValidationError as problem:
         raise config_error(problem, merged, entry) from None
     if isinstance(entry, Algorithm):

@@ -153,7 +153,8 @@ def _follow(run: Run, part: Part) -> None:
 def config_of(folder: RunFolder) -> BaseConfig:
     """The settings in a run's run.json."""
     values = read_json(folder.config)["config"]
-    return find_entry(values["algorithm"]).config.model_validate(values)
+    config: BaseConfig = find_entry(values["algorithm"]).config.model_validate(values)
+    return config
 
 
 def resumed(words: Words, output: Path) -> list[str]:

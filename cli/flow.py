@@ -112,7 +112,7 @@ def flow_plan_rows(
     judges = judges or ["the rewards alone (--eval-reward names a judge)"]
     pictures = f"{config.prompts_per_step} conditions x {config.group_size} pictures a step"
     rate = f"learning rate {config.learning_rate:g}"
-    measured = f"{config.num_samples} pictures of each class, every {config.every} steps"
+    judges.append(f"{config.num_samples} pictures of each class, every {config.every} steps")
     return [
         ("model", f"{config.model}: {plan['model']['network']}"),
         (
@@ -125,7 +125,7 @@ def flow_plan_rows(
         ("sampler", f"{flow.rule}, {flow.steps} steps{noise}, in the trainer's process"),
         ("batch", f"{pictures}, {flow.updates} updates"),
         ("run", f"{config.steps} steps of every weight, float32, {rate}, seed {config.seed}"),
-        ("held out", f"{', '.join(judges)}, {measured}"),
+        ("held out", ", ".join(judges)),
         ("output", config.output + (", going on from its last checkpoint" if resume else "")),
     ]
 

@@ -158,9 +158,8 @@ def evaluation_rows(
 
 def before_and_after(ends: Mapping[str, Mapping[str, float]], name: str) -> str:
     """Say a figure at both ends of a run, with its interval where it has one."""
-    before = ends["before"]
     after = ends["after"]
-    text = f"{before[name]:.3f} -> {after[name]:.3f}"
+    text = f"{ends['before'][name]:.3f} -> {after[name]:.3f}"
     if f"{name}/low" in after:
         text += f", 95 % interval {after[f'{name}/low']:.3f} to {after[f'{name}/high']:.3f}"
     return text

@@ -27,8 +27,9 @@ def evaluation_plan(
         file = load_benchmark(benchmark).get("file") if benchmark and not has_dataset else None
         if file is None:
             raise
-        reason = str(problem).rpartition("; ")[0] or str(problem)
-        raise DataError(f"{reason}; fetch {file}, and add --dataset FILE") from None
+        raise DataError(
+            f"{str(problem).rpartition('; ')[0] or problem}; fetch {file}, and add --dataset FILE"
+        ) from None
 
 
 def run_evaluations(configs: Sequence[RunConfig]) -> dict[str, Results]:

@@ -195,8 +195,9 @@ def _block(name: str, lines: list[str]) -> Rows:
 
 def _engine_rows(plan: Record) -> Rows:
     config = plan["config"]
-    tokens = f"completions of at most {config['max_tokens']} tokens"
-    rows = [("engine", f"{plan['engine']}, {tokens}")]
+    rows = [
+        ("engine", f"{plan['engine']}, completions of at most {config['max_tokens']} tokens")
+    ]
     if plan["memory"]:
         rows.append(("memory", plan["memory"]))
     partners = [

@@ -26,7 +26,7 @@ from ycore.launch.guardian import guarded
 from ycore.launch.layout import this_machine
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter
 from ycore.models.fetch import fetch_model
-from ycore.models.names import hub_id, read_settings, resolve_model
+from ycore.models.names import first_line, hub_id, read_settings, resolve_model
 from ycore.placement.placement import JUDGE
 from ycore.run.claim import Claim, stored_config
 from ycore.run.files import RunFolder, read_json
@@ -389,9 +389,8 @@ def push(folder: Path, *, repo: str, private: bool, say: Say) -> None:
                 commit_message="Upload a model trained with ycore",
             )
     except (HfHubHTTPError, OSError, ValueError) as problem:
-        first = str(problem).strip().splitlines()[0]
         raise RunError(
-            f"could not push to {repo}: {first}; log in with `hf auth login`, or set HF_TOKEN"
+            f"could not push to {repo}: {first_line(problem)}; log in with `hf auth login`, or set HF_TOKEN"
         ) from None
     say(f"pushed to {sent}")
 

@@ -343,9 +343,8 @@ def find_algorithm(name: object) -> Algorithm:
 def find_entry(name: object) -> AlgorithmEntry:
     """Return the entry of any algorithm, or of `eval`; ConfigError for an unknown one."""
     if name not in ENTRIES:
-        near = nearest(str(name), ENTRIES, limit=1)
         raise ConfigError(
-            f"algorithm must be one of {', '.join(ENTRIES)}; it is {name!r}{near}"
+            f"algorithm must be one of {', '.join(ENTRIES)}; it is {name!r}{nearest(str(name), ENTRIES, limit=1)}"
         )
     return ENTRIES[str(name)]
 

@@ -121,9 +121,9 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> JsonObject:
         recipe.pop(about, None)
     wanted = _command(recipe)
     if not _serves(wanted, command):
-        said = f"say ycore {_line(str(wanted), name_or_file)}"
         raise ConfigError(
-            f"the recipe {name_or_file} is for `ycore {wanted}`, not {command}; {said}"
+            f"the recipe {name_or_file} is for `ycore {wanted}`, not {command}; "
+            f"say ycore {_line(str(wanted), name_or_file)}"
         )
     return recipe
 
@@ -220,9 +220,9 @@ def load_benchmark(name: str, *, dataset: object = None) -> JsonObject:
     rows = benchmarks()
     key = "gym:NAME" if name.startswith("gym:") and "?" not in name else name
     if key not in rows:
-        way_out = "other data is evaluated with --dataset and --reward"
         raise ConfigError(
-            f"a benchmark is one of {', '.join(rows)}; it is {name!r}{nearest(name, rows)}; {way_out}"
+            f"a benchmark is one of {', '.join(rows)}; it is {name!r}{nearest(name, rows)}; "
+            "other data is evaluated with --dataset and --reward"
         )
     row: JsonObject = rows[key]
     row["run"]["dataset"] = row["run"]["dataset"].replace(key, name)

@@ -125,8 +125,9 @@ def read_config(folder: RunFolder) -> BaseConfig:
 def require_rollouts(config: BaseConfig) -> RunConfig:
     """Return the config of a run with rollouts; ConfigError for another."""
     if not isinstance(config, RunConfig):
-        rule = f"{config.algorithm} learns from given examples, without rollouts"
-        raise ConfigError(f"{rule}; take a run of `ycore grpo`")
+        raise ConfigError(
+            f"{config.algorithm} learns from given examples, without rollouts; take a run of `ycore grpo`"
+        )
     return config
 
 

@@ -63,14 +63,12 @@ class BatchPlan(_Batch):
 
     def __str__(self) -> str:
         completions = self.prompts_per_step * self.group_size
-        total = self._in_words(
+        words = self._in_words(
             f"{self.prompts_per_step} prompts x {self.group_size} completions = {completions}"
         )
-        return total + (
-            ""
-            if self.steps_per_round == 1
-            else f", {self.steps_per_round} optimizer steps a round"
-        )
+        if self.steps_per_round > 1:
+            words += f", {self.steps_per_round} optimizer steps a round"
+        return words
 
 
 @dataclass(frozen=True)
@@ -208,10 +206,10 @@ def _check_rows(
         )
     fewest = algorithm.min_micro_batch
     if size < fewest:
-        way_out = f"e.g. --batch-size {max(DEFAULT_BATCH_SIZE, fewest * world_size)}"
         raise ConfigError(
             f"{algorithm.name} needs {fewest} rows or more in a micro-batch, because it pairs a prompt with another's "
-            f"answer; per_device_train_batch_size is {size}; {way_out}"
+            f"answer; per_device_train_batch_size is {size}; "
+            f"e.g. --batch-size {max(DEFAULT_BATCH_SIZE, fewest * world_size)}"
         )
     if num_rows < total:
         raise ConfigError(

@@ -116,9 +116,8 @@ def _hub_file(name: str, file: str, *, unreachable: str) -> Path:
             hf_hub_download(name, file, repo_type="dataset", local_files_only=bool(unreachable))
         )
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as problem:
-        why = unreachable or first_line(problem)
         raise DataError(
-            f"no file {file} of the hub dataset {name}: {why}; {_NO_HUB_NEEDED}"
+            f"no file {file} of the hub dataset {name}: {unreachable or first_line(problem)}; {_NO_HUB_NEEDED}"
         ) from None
 
 
@@ -198,9 +197,9 @@ def file_table(path: Path) -> Table:
         raise DataError(f"--dataset {path} is a folder; name one file in it{example}")
     if not os.path.isfile(path):
         known = os.listdir(path.parent) if os.path.isdir(path.parent) else []
-        way_out = nearest(path.name, known) or "; give an existing file"
         raise DataError(
-            f"no such dataset file: {path} (looked in {path.absolute().parent}){way_out}"
+            f"no such dataset file: {path} (looked in {path.absolute().parent})"
+            f"{nearest(path.name, known) or '; give an existing file'}"
         )
     if suffix is None:
         raise DataError(
@@ -413,9 +412,8 @@ def _read_parquet(path: Path) -> Table:
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as problem:
-        reason = str(problem).splitlines()[0]
         raise DataError(
-            f"{path} cannot be read as Parquet: {reason}; write the file again"
+            f"{path} cannot be read as Parquet: {first_line(problem)}; write the file again"
         ) from None
     rows = _ParquetRows(table)
     return Table(

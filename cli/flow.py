@@ -85,8 +85,8 @@ def flow_plan(config: "FlowConfig", *, resume: "Resume | None") -> dict[str, Any
     home = RunFolder(Path(config.output))
     check_claim(home, config, resume=resume)
     if resume is not None and not resume.accept_changes:
-        weights = model.root / model.part
-        check_began_with(home, contents_of(prompts.identity, weights, config.code_files))
+        contents = contents_of(prompts.identity, model.root / model.part, config.code_files)
+        check_began_with(home, contents)
     return {
         "config": redact(config.model_dump(mode="json")),
         "ranks": {"world": 1},

@@ -200,14 +200,12 @@ def _run_seed(
             return
         sets = [*sets, f"steps={steps}"]
     base = load_recipe(recipe)
+    options = {"seed": seed, "output": str(root)}
     if "stages" in base:
-        options = {"seed": seed, "output": str(root)}
         pipeline = parse_pipeline(base, name=root.name, sets=sets, options=options)
         resume = (root / "pipeline.json").is_file()
         run_pipeline(pipeline, resume=resume, dry_run=dry_run, say=print_line)
         return
-    config = complete_config(
-        resolve_any(recipe=base, sets=sets, options={"seed": seed, "output": str(root)})
-    )
+    config = complete_config(resolve_any(recipe=base, sets=sets, options=options))
     if num_steps != config.steps or not is_finished(folder) or changes(folder, config):
         train(config, resume=folder.config.is_file(), dry_run=dry_run)

@@ -191,12 +191,13 @@ def evaluate_models(
     """
     from ycore.api.evaluations import compare_evaluations, evaluation_plan, run_evaluations
 
-    benchmark = context.params["benchmark"]
     has_dataset = context.params["dataset"] is not None
     with stdout_for_json(json):
         configs = _evaluation_configs(context, output)
         results = {
-            config.model: evaluation_plan(config, benchmark=benchmark, has_dataset=has_dataset)
+            config.model: evaluation_plan(
+                config, benchmark=context.params["benchmark"], has_dataset=has_dataset
+            )
             for config in configs
         }
         if not (json and dry_run):

@@ -401,8 +401,7 @@ def images_of(
         content: What `cells.content_of` reads in `column`.
     """
     values = [value for name in IMAGE_COLUMNS for value in _listed(row.values.get(name), row)]
-    turns = listed_cell(row, column) if column else None
-    blocks = _blocks(turns)
+    blocks = _blocks(listed_cell(row, column)) if column else []
     values = values or [
         block[key]
         for block in blocks

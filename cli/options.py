@@ -328,11 +328,15 @@ def trl_options(algorithm: Algorithm) -> JsonObject:
 
 
 def takes(names: str, **variants: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Declare options of a command to Typer: `names` of `OPTIONS`, and `variants` that other commands declare otherwise."""
+    """Declare options of a command to Typer: `names` of `OPTIONS`, and `variants` that other commands declare otherwise.
+
+    A variant that is None leaves its name out.
+    """
     options = {"context": typer.Context, **{name: OPTIONS[name] for name in names.split()}}
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=option, default=None)
         for name, option in (options | variants).items()
+        if option
     ]
 
     def declare(command: Callable[..., None]) -> Callable[..., None]:

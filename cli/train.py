@@ -47,18 +47,16 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
     def command(context: typer.Context, **_: Any) -> None:
         train_as_typed(context, algorithm.name)
 
-    variants = o.trl_options(algorithm)
+    variants = o.trl_options(algorithm) | dict.fromkeys(algorithm.lacks)
     data = _ROLLOUTS
     if algorithm.learns_from == "rollouts":
         variants |= {"dataset": o.Datasets}
     else:
         variants |= {"dataset": o.Examples, "steps": o.ExampleSteps}
         data = _EXAMPLES
-    names = ["model", *data.split(), *_TRAINING.split()]
-    taken = " ".join(name for name in names if name not in algorithm.lacks)
     examples = "\n".join(f"ycore {algorithm.name} {example}" for example in algorithm.examples)
     command.__doc__ = f"{algorithm.summary}\n\n{algorithm.help}\n\n\b\n{examples}"
-    o.takes(taken, **variants)(command)
+    o.takes(f"model {data} {_TRAINING}", **variants)(command)
     return command
 
 

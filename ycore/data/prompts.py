@@ -283,24 +283,23 @@ class PromptRows(Sequence[Prompt]):
 
     def _checked(self, row: TableRow) -> Content:
         """Return the prompt as the dataset has it."""
-        column = self._column
         content = self._reader.prompt(row)
         if isinstance(content, str) and content.strip():
             return content
         if not content or isinstance(content, str):
             raise DataError(
-                f"the prompt ({column!r}) is empty in {row.place}; correct or remove the row"
+                f"the prompt ({self._column!r}) is empty in {row.place}; correct or remove the row"
             )
         if content[-1]["role"] == "assistant":
             raise DataError(
-                f"the prompt ({column!r}) ends with an assistant turn in {row.place}; "
+                f"the prompt ({self._column!r}) ends with an assistant turn in {row.place}; "
                 "remove that turn: the policy writes it"
             )
         for number, turn in enumerate(content):
             says = (turn["content"] or "").strip() or turn.get("tool_calls")
             if not says and turn["role"] != "system":
                 raise DataError(
-                    f"turn {number} of {column!r} is empty in {row.place}; correct or remove the row"
+                    f"turn {number} of {self._column!r} is empty in {row.place}; correct or remove the row"
                 )
         return content
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ycore.api.tables import aligned, folded
+from ycore.api.tables import Rows, aligned, folded
 from ycore.errors import ConfigError
 from ycore.run.files import RunFolder, json_safe, read_json
 from ycore.run.text import named_first, printable
@@ -133,7 +133,7 @@ def _print_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 
 def evaluation_rows(
     folder: RunFolder, summary: Mapping[str, Any], names: Sequence[str] = ()
-) -> list[tuple[str, str]]:
+) -> Rows:
     """List the figures of the run's evaluations, by these names or all with an interval, and the best model."""
     rows = [("ended early", str(summary["ended_early"]))] if "ended_early" in summary else []
     if ends := summary.get("held_out"):

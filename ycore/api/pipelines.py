@@ -445,7 +445,7 @@ def make_pairs(
                 scored.append((total, row))
         best_first = sorted(scored, key=lambda pair: -pair[0])
         if compare == "best-worst":
-            best_first = [best_first[0], best_first[-1]] if best_first else []
+            best_first = best_first[:1] + best_first[-1:]
         seen = set()
         for (best, chosen), (worst, rejected) in combinations(best_first, 2):
             texts = (chosen["completion"], rejected["completion"])

@@ -24,7 +24,6 @@ from ycore.run.secrets import redact
 from ycore.sandbox.pickled_code import code_references
 from ycore.types import JsonObject, Record
 
-_T = TypeVar("_T")
 _Config = TypeVar("_Config", bound=BaseConfig)
 
 Reward = str | Callable[..., Sequence[float | None]] | Record
@@ -155,7 +154,7 @@ def tell_warnings(plan: Record, *, depth: int) -> None:
         warnings.warn(line, stacklevel=depth)
 
 
-def outside_event_loop(call: Callable[[], _T]) -> _T:
+def outside_event_loop(call: Callable[[], JsonObject]) -> JsonObject:
     """Call in another thread where this one runs an event loop, as a notebook does: a thread can have only one."""
     try:
         asyncio.get_running_loop()

@@ -36,7 +36,7 @@ from ycore.run.work import quiet, working
 
 _SERVED_ON_GPU = 256, 32_768  # completions at once, and tokens of one with its prompt
 _SERVED_ON_CPU = 8, 4096
-_LEFT_OUT = ("training_args.bin",)  # pickled, and about this machine
+_LEFT_OUT = "training_args.bin"  # pickled, and about this machine
 
 
 def trained_model(name: str, *, best: bool = False) -> str:
@@ -271,7 +271,7 @@ def export_model(folder: Path, target: Path, *, form: str, name: str) -> None:
         write_gguf(folder, target, name=name)
         return
     with working(f"copying to {target}"):
-        shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*_LEFT_OUT))
+        shutil.copytree(folder, target, ignore=shutil.ignore_patterns(_LEFT_OUT))
 
 
 # -- push --------------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def staged(run: Path, *, best: bool, merged: bool, repo: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ycore-push-") as temporary:
         folder = Path(temporary) / "model"
         shutil.copytree(
-            source, folder, ignore=shutil.ignore_patterns(*_LEFT_OUT, "README.md", "merged")
+            source, folder, ignore=shutil.ignore_patterns(_LEFT_OUT, "README.md", "merged")
         )
         if (curve := RunFolder(run).curve).is_file():
             shutil.copyfile(curve, folder / "curve.png")

@@ -505,7 +505,7 @@ def _read(name: str, row: TableRow) -> bytes:
         with path.open("rb") as file:
             return file.read(MAX_PICTURE_BYTES + 1)
     except (OSError, ValueError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
         raise DataError(
-            f"the image of {row.place} cannot be read: {path} ({reason}); correct the path"
+            f"the image of {row.place} cannot be read: {path} ({getattr(problem, 'strerror', None) or problem}); "
+            "correct the path"
         ) from None

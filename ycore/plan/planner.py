@@ -158,13 +158,13 @@ class Plan:
 def make_plan(
     config: RunConfig,
     *,
-    devices: str | None = None,
+    devices: str | None,
+    check: Check,
     scorer: ServedModel | None = None,
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
     core: Device | None = None,
     away: int = 0,
-    check: Check = lambda config, fleet: None,
 ) -> Plan:
     """Plan a run; UserError where a model, a device or a size is not known.
 

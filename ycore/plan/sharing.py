@@ -59,7 +59,7 @@ class DeviceSharing(NamedTuple):
     line: str
 
 
-def usable_bytes(device_bytes: float, free_bytes: float | None = None) -> float:
+def usable_bytes(device_bytes: float, free_bytes: float | None) -> float:
     """Return the bytes of a device that may be planned for; `free_bytes` where others hold some of it."""
     most = DEVICE_SHARE * device_bytes
     return most if free_bytes is None else min(most, free_bytes)

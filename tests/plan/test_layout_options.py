@@ -95,13 +95,17 @@ def config_with(keys: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(EXAMPLE | keys)
 
 
+@pytest.fixture(autouse=True)
+def fixed_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "measured_core", lambda dtype: CORE)
+
+
 def planned(keys: dict[str, Any], devices: str) -> Plan:
     config = config_with(keys)
     return make_plan(
         config,
         devices=devices,
         scorer=first_scorer(served_models(with_declarations(config))),
-        core=CORE,
         check=lambda candidate, fleet: check_described(with_declarations(candidate), fleet),
     )
 

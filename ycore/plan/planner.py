@@ -13,7 +13,6 @@ from ycore.judge.declaration import JUDGE_PREFIX
 from ycore.models.model_facts import model_facts
 from ycore.plan.devices import (
     GIB,
-    Device,
     Fleet,
     check_replicas,
     format_on,
@@ -163,7 +162,6 @@ def make_plan(
     scorer: ServedModel | None = None,
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
-    core: Device | None = None,
     away: int = 0,
 ) -> Plan:
     """Plan a run; UserError where a model, a device or a size is not known.
@@ -172,13 +170,12 @@ def make_plan(
         devices: as `--devices`; by default every core of this machine.
         scorer: a model that scores in engines.
         prompt_tokens, completion_tokens: mean lengths; by default 256, and the longest.
-        core: one core of this machine; by default measured where the plan is for cores.
         away: the devices or shares of cores on other machines (`engine.hosts`).
         check: what a launch checks; a strategy that does not pass is not among those that fit.
     """
     fleet = parse_devices(
         devices or "cpu",
-        core=lambda: core or measured_core(config.dtype),
+        core=lambda: measured_core(config.dtype),
         num_cores=len(usable_cores()),
     )
     on_cpu = fleet.device.on_cpu

@@ -12,9 +12,9 @@ from tests.trl.small_trainer import small_trainer
 from ycore.advantages import ESTIMATORS
 from ycore.config.schema import ConstraintSettings
 from ycore.scoring.group_rewards import Constraint, Constraints
-from ycore.trl.grpo import Trainer
 from ycore.trl.online_dpo import Trainer as OnlineDPOTrainer
 from ycore.trl.online_dpo import best_and_worst, preference_losses
+from ycore.trl.policy_gradient import PolicyGradientTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 NAN = float("nan")
@@ -149,13 +149,18 @@ GATES = [torch.sigmoid(torch.tensor(row[0] - MEAN)).item() * (row[1] or 0) for r
 def test_the_trainer_gates_rewards_before_the_estimator(model: Path, tmp_path: Path) -> None:
     """What breaks the constraint counts in the mean, and what is not known does not."""
     gated = advantages(
-        made(Trainer, model, tmp_path, trainer_args={"advantage": ESTIMATORS["crpg"]})
+        made(
+            PolicyGradientTrainer,
+            model,
+            tmp_path,
+            trainer_args={"advantage": ESTIMATORS["crpg"]},
+        )
     )
     mean = sum(GATES) / 5
     close(gated, [*(gate - mean for gate in GATES[:5]), 0.0])
     plain = advantages(
         made(
-            Trainer,
+            PolicyGradientTrainer,
             model,
             tmp_path,
             trainer_args={"advantage": ESTIMATORS["crpg"], "constraints": None},
@@ -172,7 +177,7 @@ def test_a_broken_constraint_costs_its_weight(model: Path, tmp_path: Path) -> No
     totals = [2.0, 3.0 - 0.75, 1.0, 2.5, 0.5 - 0.75]
     mean = sum(totals) / 5
     close(
-        advantages(made(Trainer, model, tmp_path, trainer_args=trainer_args)),
+        advantages(made(PolicyGradientTrainer, model, tmp_path, trainer_args=trainer_args)),
         [*(total - mean for total in totals), 0.0],
     )
 

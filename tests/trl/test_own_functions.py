@@ -20,8 +20,8 @@ from ycore.config.learners import GroupConfig
 from ycore.config.resolve import resolve
 from ycore.errors import ConfigError
 from ycore.run.metrics import read_metrics
-from ycore.trl.grpo import Trainer
 from ycore.trl.own_functions import OwnFunction, check_own_functions
+from ycore.trl.policy_gradient import PolicyGradientTrainer
 from ycore.types import Group, Prompt
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-functions.md"
@@ -116,16 +116,16 @@ def test_an_estimator_written_again_gives_its_advantages_and_losses_to_the_bit(
     (tmp_path / "again.py").write_text(AGAIN)
     function = name.replace("++", "_plus_plus").replace("-", "_")
     functions = {"advantage": OwnFunction("advantage", f"{tmp_path / 'again.py'}:{function}")}
-    assert_same(trainer(Trainer, model, tmp_path / "a", advantage=ESTIMATORS[name]),
-                trainer(Trainer, model, tmp_path / "b", functions=functions))  # fmt: skip
+    assert_same(trainer(PolicyGradientTrainer, model, tmp_path / "a", advantage=ESTIMATORS[name]),
+                trainer(PolicyGradientTrainer, model, tmp_path / "b", functions=functions))  # fmt: skip
 
 
 def test_the_pages_rloo_is_the_built_in_one_to_the_bit(
     mine: Path, model: Path, tmp_path: Path
 ) -> None:
     functions = {"advantage": OwnFunction("advantage", f"{mine}:rloo")}
-    assert_same(trainer(Trainer, model, tmp_path / "a", advantage=ESTIMATORS["rloo"]),
-                trainer(Trainer, model, tmp_path / "b", functions=functions))  # fmt: skip
+    assert_same(trainer(PolicyGradientTrainer, model, tmp_path / "a", advantage=ESTIMATORS["rloo"]),
+                trainer(PolicyGradientTrainer, model, tmp_path / "b", functions=functions))  # fmt: skip
 
 
 def assert_same(built_in: Any, custom: Any) -> None:
@@ -146,7 +146,7 @@ def assert_same(built_in: Any, custom: Any) -> None:
 
 def test_an_advantage_by_token_is_learned_from(mine: Path, model: Path, tmp_path: Path) -> None:
     functions = {"advantage": OwnFunction("advantage", f"{mine}:early")}
-    made = trainer(Trainer, model, tmp_path, functions=functions)
+    made = trainer(PolicyGradientTrainer, model, tmp_path, functions=functions)
     batch = made._generate_and_score_completions(TICKS)
     rewards = torch.tensor(REWARDS)
     by_completion = ESTIMATORS["rloo"](rewards, ~rewards.isnan()).flatten()
@@ -164,7 +164,7 @@ def test_a_group_has_what_the_page_says(model: Path, tmp_path: Path) -> None:
     )
     functions = {"advantage": OwnFunction("advantage", written(tmp_path, body))}
     batch = trainer(
-        Trainer, model, tmp_path, functions=functions
+        PolicyGradientTrainer, model, tmp_path, functions=functions
     )._generate_and_score_completions(TICKS)
     assert batch["advantages"].tolist() == [2, 2, 2, 0, 2, 2, 2, 2], "the fourth has no reward"
 
@@ -215,7 +215,7 @@ def keeping(tmp_path: Path, body: str) -> dict[str, Any]:
 def test_what_is_left_out_has_no_advantage_and_counts_nowhere(
     model: Path, tmp_path: Path
 ) -> None:
-    made = trainer(Trainer, model, tmp_path,
+    made = trainer(PolicyGradientTrainer, model, tmp_path,
                    **keeping(tmp_path, "return [[0, 1, 2, 1], [1, 1, 1, 1]]"))  # fmt: skip
     made.model.train()
     batch = made._generate_and_score_completions(TICKS)
@@ -233,15 +233,17 @@ def test_to_keep_everything_changes_nothing(
 ) -> None:
     estimator = None if advantage == "group" else ESTIMATORS[advantage]
     keeps = keeping(tmp_path, "return [torch.ones(4) for group in groups]")
-    assert_same(trainer(Trainer, model, tmp_path / "a", advantage=estimator),
-                trainer(Trainer, model, tmp_path / "b", advantage=estimator, **keeps))  # fmt: skip
+    assert_same(trainer(PolicyGradientTrainer, model, tmp_path / "a", advantage=estimator),
+                trainer(PolicyGradientTrainer, model, tmp_path / "b", advantage=estimator, **keeps))  # fmt: skip
 
 
 def test_the_pages_filter_keeps_the_best_and_the_worst(model: Path, tmp_path: Path) -> None:
     (tmp_path / "filters.py").write_text(on_page("def best_and_worst"))
     name = f"{tmp_path / 'filters.py'}:best_and_worst"
     check(keep=name)
-    made = trainer(Trainer, model, tmp_path, functions={"keep": OwnFunction("keep", name)})
+    made = trainer(
+        PolicyGradientTrainer, model, tmp_path, functions={"keep": OwnFunction("keep", name)}
+    )
     advantages = made._generate_and_score_completions(TICKS)["advantages"].view(2, 4)
     assert advantages[1, 0] > 0 and (advantages[1] < 0).sum() == 1, "one of three equal ones"
 
@@ -293,7 +295,12 @@ def test_a_loss_written_again_is_trls(
     histories = []
     for output, trainer_args in (("a", {}), ("b", {"functions": functions})):
         made = small_trainer(
-            Trainer, model, tmp_path / output, rounds, trainer_args=trainer_args, **settings
+            PolicyGradientTrainer,
+            model,
+            tmp_path / output,
+            rounds,
+            trainer_args=trainer_args,
+            **settings,
         )
         made.train()
         histories.append([(row["loss"], row["grad_norm"], row["entropy"])

@@ -10,7 +10,7 @@ import torch
 
 from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
-from ycore.trl.grpo import ReinforceTrainer, Trainer
+from ycore.trl.grpo import ReinforceTrainer
 from ycore.trl.importance import effective_share, region_weights
 from ycore.trl.policy_gradient import PolicyGradientTrainer, prompt_weights
 from ycore.types import Completion, Draw, Group, Prompt, Score
@@ -42,7 +42,7 @@ def made(
     output: Path,
     *,
     trainer_args: dict[str, Any],
-    kind: type[PolicyGradientTrainer] = Trainer,
+    kind: type[PolicyGradientTrainer] = PolicyGradientTrainer,
     **settings: Any,
 ) -> PolicyGradientTrainer:
     return small_trainer(

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import GRPOConfig
 
 from ycore.advantages import ESTIMATORS
 from ycore.config.learners import DistillConfig, DistillSettings
@@ -29,7 +28,7 @@ from ycore.errors import ConfigError
 from ycore.judge.declaration import teachers_of
 from ycore.models.fetch import fetch_named
 from ycore.trl.batches import Batch, loss_mask
-from ycore.trl.forward import Compare, PaddedRows, has_plain_logits, packed_scores, score_tokens
+from ycore.trl.forward import Compare, has_plain_logits, score_tokens
 from ycore.trl.packing import IGNORE, path_of, use_segments
 from ycore.trl.policy_gradient import PolicyGradientTrainer
 
@@ -43,7 +42,6 @@ class Trainer(PolicyGradientTrainer):
         exact: an exact divergence instead of the tokens' advantages; `folders` are then the teachers' models.
     """
 
-    config_class = GRPOConfig
     skips_equal_rewards = False
 
     def __init__(
@@ -56,11 +54,11 @@ class Trainer(PolicyGradientTrainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._teachers = list(teachers)
-        self._divergences: list[Tensor] = []
         if exact is not None:
             self.frozen_models = [self._load(folder) for folder in folders]
             compare = functools.partial(exact_divergence, exact.divergence, beta=exact.beta)
-            add_teachers(self.base_model, self.frozen_models, compare)
+            self.more_outputs = [f"teacher-{number}" for number in range(len(folders))]
+            add_teachers(self.base_model, self.frozen_models, self.more_outputs, compare)
 
     @classmethod
     def settings_of(cls, config: DistillConfig, model: Path) -> dict[str, Any]:
@@ -159,17 +157,6 @@ class Trainer(PolicyGradientTrainer):
 
     # -- the loss ----------------------------------------------------------------------------------------------------
 
-    def _score(
-        self, model: torch.nn.Module, rows: PaddedRows, size: int | None
-    ) -> tuple[Tensor, Tensor]:
-        if self._micro_batch is None or not self.frozen_models:
-            return super()._score(model, rows, size)
-        names = ("log_probs", "entropy", *_output_names(self.frozen_models))
-        logps, entropies, *self._divergences = packed_scores(
-            model, rows, path=self.packed_by, names=names, size=size, with_teachers=True
-        )
-        return logps, entropies
-
     def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
         """TRL's loss, and each teacher's exact divergence: the mean over the tokens of the whole step."""
         loss = super()._compute_loss(model, inputs)
@@ -177,7 +164,7 @@ class Trainer(PolicyGradientTrainer):
             return loss
         mask = loss_mask(inputs)
         step_tokens = self._step_tokens(inputs)
-        by_teacher = zip(self._divergences, inputs["teacher_weights"].unbind(1), strict=True)
+        by_teacher = zip(self._more, inputs["teacher_weights"].unbind(1), strict=True)
         for divergence, weights in by_teacher:
             loss = loss + (divergence * mask * weights.unsqueeze(1)).sum() / step_tokens
             counted = divergence.detach()[(mask * (weights != 0).unsqueeze(1)).bool()]
@@ -216,19 +203,20 @@ def exact_divergence(name: str, log_p: Tensor, log_q: Tensor, *, beta: float = 0
     return terms.sum(-1) + (slopes * (log_p - log_p.detach())).sum(-1)
 
 
-def add_teachers(policy: Any, teachers: Sequence[PreTrainedModel], compare: Compare) -> None:
-    """Let the policy's forward also give `compare` of it and each teacher, in calls with `with_teachers=True`.
+def add_teachers(
+    policy: Any, teachers: Sequence[PreTrainedModel], names: Sequence[str], compare: Compare
+) -> None:
+    """Let the policy's forward also give `compare` of it and each teacher, by these names, in calls with `with_more=True`.
 
     Args:
         policy: transformers' own model. The teachers stay outside of its modules: of no state dict, and of no rank's
             exchange of gradients.
     """
     inner = policy.forward
-    names = ("log_probs", "entropy", *_output_names(teachers))
 
     @functools.wraps(getattr(inner, "__func__", inner))
-    def forward(self: Any, *args: Any, with_teachers: bool = False, **kwargs: Any) -> Any:
-        if not with_teachers:
+    def forward(self: Any, *args: Any, with_more: bool = False, **kwargs: Any) -> Any:
+        if not with_more:
             return inner(*args, **kwargs)
         labels = kwargs.pop("shift_labels")
         kwargs.pop("fused_lm_head")
@@ -254,13 +242,9 @@ def add_teachers(policy: Any, teachers: Sequence[PreTrainedModel], compare: Comp
         )
         empty = torch.zeros(labels.shape, device=labels.device)
         placed = (empty.masked_scatter(wanted, score) for score in scores)
-        return dict(zip(names, placed, strict=True))
+        return dict(zip(("log_probs", "entropy", *names), placed, strict=True))
 
     policy.forward = types.MethodType(forward, policy)
-
-
-def _output_names(teachers: Sequence[Any]) -> list[str]:
-    return [f"teacher-{number}" for number in range(len(teachers))]
 
 
 def log_ratios(teacher_BT: Tensor, policy_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from trl import GRPOConfig
 from trl.experimental.gmpo import GMPOTrainer
 
 from ycore.advantages import ESTIMATORS, TOKEN_ADVANTAGE, TURN_ADVANTAGE
@@ -19,20 +18,13 @@ from ycore.trl.policy_gradient import PolicyGradientTrainer
 from ycore.trl.returns import last_token, to_go, whitened
 
 
-class Trainer(PolicyGradientTrainer):
-    """GRPO, with TRL's advantages or those of an estimator."""
-
-    config_class = GRPOConfig
-
-
-class GMPORoundTrainer(Trainer, GMPOTrainer):
+class GMPORoundTrainer(PolicyGradientTrainer, GMPOTrainer):
     """The seam first, then GMPO's loss, then everything else of GRPO."""
 
 
 class TokenRewardTrainer(PolicyGradientTrainer):
     """A policy gradient from a reward for each token."""
 
-    config_class = GRPOConfig
     skips_equal_rewards = False
 
     def _token_rewards(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -74,7 +66,6 @@ class TurnRewardTrainer(PolicyGradientTrainer):
     completion's own by GRPO; the last turn has the completion's alone.
     """
 
-    config_class = GRPOConfig
     skips_equal_rewards = False
 
     def _replaced_advantages(self, batch: Batch) -> dict[str, Tensor]:
@@ -124,4 +115,4 @@ def choose_group_trainer(config: GroupConfig) -> type[PolicyGradientTrainer]:
         return ReinforceTrainer
     if config.advantage == TURN_ADVANTAGE:
         return TurnRewardTrainer
-    return GMPORoundTrainer if config.loss_from == "gmpo" else Trainer
+    return GMPORoundTrainer if config.loss_from == "gmpo" else PolicyGradientTrainer

@@ -13,63 +13,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer
 
 from ycore.config.learners import OnlineDPOConfig
 from ycore.errors import ConfigError
 from ycore.scoring.group_rewards import TOLERANCE
 from ycore.trl.batches import Batch, loss_mask
-from ycore.trl.policy_gradient import PolicyGradientTrainer, whole_sequences
+from ycore.trl.policy_gradient import PolicyGradientTrainer
 
 
-class _PairLoss(GRPOTrainer):
-    """The loss of best and worst completions, in the place of GRPO's under the seam."""
+class Trainer(PolicyGradientTrainer):
+    """Online DPO: constraints say which completions may be the best, and there are no advantages.
 
-    kind: str
-    likelihood = 0.0
-    """Weight of the best completion's mean log-probability (CODPO, eq. 14)."""
-
-    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
-        ids, attention_mask = whole_sequences(inputs)
-        width = inputs["completion_ids"].size(1)
-        size = self.num_generations
-        forward = self._get_per_token_logps_and_entropies
-        logps = forward(model, ids, attention_mask, width)[0]
-        mask = loss_mask(inputs)
-        totals = inputs["totals"].view(-1, size)
-        sums = (logps * mask).sum(1).view(-1, size)
-        num_tokens = mask.sum(1).view(-1, size)
-        if self.kind == "rrhf":
-            losses = ranking_losses(sums, num_tokens, totals)
-        else:
-            kept_PG = inputs["kept"].view(-1, size) if "kept" in inputs else None
-            ratios = ((logps - inputs["ref_per_token_logps"]) * mask).sum(1).view(-1, size)
-            margins = margins_of(ratios, totals, kept_PG)
-            losses = preference_losses(margins, beta=self.beta, kind=self.kind)
-            if self.likelihood:
-                means = sums / num_tokens.clamp(min=1)
-                best, _, differ = best_and_worst(totals, kept_PG)
-                best_means = means.gather(1, best.unsqueeze(1)).squeeze(1)[differ]
-                losses = losses - self.likelihood * best_means
-            self._record_margins(margins.detach())
-        return losses.sum() / inputs["pairs_a_step"][0].clamp(min=1) + 0.0 * logps.sum()
-
-    def _record_margins(self, margins: Tensor) -> None:
-        if margins.numel():
-            metrics = self._metrics["train"]
-            metrics["ycore/pairs/margin"].append(margins.mean().item())
-            metrics["ycore/pairs/accuracy"].append((margins > 0).float().mean().item())
-
-
-class Trainer(PolicyGradientTrainer, _PairLoss):
-    """Online DPO: constraints say which completions may be the best, and there are no advantages."""
-
-    config_class = GRPOConfig
+    Args:
+        kind: the loss.
+        likelihood: weight of the best completion's mean log-probability (CODPO, eq. 14).
+    """
 
     def __init__(self, *args: Any, kind: str, likelihood: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.kind = kind
-        self.likelihood = likelihood
+        self._kind = kind
+        self._likelihood = likelihood
         if self.args.per_device_train_batch_size % self.num_generations:
             raise ConfigError(
                 "the completions of a group are compared within one micro-batch, and per_device_train_batch_size "
@@ -86,6 +49,31 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
             "likelihood": config.constraints.likelihood,
         }
 
+    def _batch_loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+        """The loss of best and worst completions, in the place of GRPO's."""
+        size = self.num_generations
+        logps, _ = self._forward(model, batch)
+        mask = loss_mask(batch)
+        totals = batch["totals"].view(-1, size)
+        sums = (logps * mask).sum(1).view(-1, size)
+        num_tokens = mask.sum(1).view(-1, size)
+        if self._kind == "rrhf":
+            losses = ranking_losses(sums, num_tokens, totals)
+        else:
+            kept_PG = batch["kept"].view(-1, size) if "kept" in batch else None
+            ratios = ((logps - batch["ref_per_token_logps"]) * mask).sum(1).view(-1, size)
+            margins = margins_of(ratios, totals, kept_PG)
+            losses = preference_losses(margins, beta=self.beta, kind=self._kind)
+            if self._likelihood:
+                means = sums / num_tokens.clamp(min=1)
+                best, _, differ = best_and_worst(totals, kept_PG)
+                best_means = means.gather(1, best.unsqueeze(1)).squeeze(1)[differ]
+                losses = losses - self._likelihood * best_means
+            if margins.numel():
+                self.record("ycore/pairs/margin", margins.mean().item())
+                self.record("ycore/pairs/accuracy", (margins > 0).float().mean().item())
+        return losses.sum() / batch["pairs_a_step"][0].clamp(min=1) + 0.0 * logps.sum()
+
     def _replaced_advantages(self, batch: Batch) -> dict[str, Tensor]:
         """Add what the loss needs: the rewards, and the groups of an optimizer step, a rank.
 
@@ -96,7 +84,7 @@ class Trainer(PolicyGradientTrainer, _PairLoss):
         replaced = {}
         kept_PG = None
         totals = self._totals(self._rewards)
-        if constraints is not None and constraints.by == "gate" and self.kind != "rrhf":
+        if constraints is not None and constraints.by == "gate" and self._kind != "rrhf":
             replaced["kept"] = self._of_this_rank(totals.sign())  # 0 is what breaks one
             totals = self._weighted_sums(self._rewards)
             kept_PG = replaced["kept"].view(-1, size)

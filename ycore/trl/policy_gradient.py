@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather
 from torch import Tensor
 from torch.nn.functional import pad
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from ycore.advantages import ESTIMATORS, TOKEN_ADVANTAGE, TURN_ADVANTAGE, Estimator
 from ycore.config.learners import (
@@ -48,6 +48,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         functions: functions of one's own, by the option that names each.
     """
 
+    config_class = GRPOConfig
     beta: float
 
     def __init__(
@@ -116,16 +117,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         if "loss" not in self._functions:
             return super()._batch_loss(model, batch)
         pictures = {name: batch[name] for name in _PICTURES & batch.keys()}
-        ids, attention_mask = whole_sequences(batch)
-        width = batch["completion_ids"].size(1)
-        logps, entropies, _ = self._get_per_token_logps_and_entropies(
-            model,
-            ids,
-            attention_mask,
-            width,
-            compute_entropy=True,
-            **pictures,
-        )
+        logps, entropies = self._forward(model, batch, compute_entropy=True, **pictures)
         mask = loss_mask(batch)
         loss, metrics = self._functions["loss"].loss(
             logprobs=logps,
@@ -261,12 +253,20 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         old: Tensor | None = batch.get("old_per_token_logps")
         if old is not None:
             return old
+        size = self.args.per_device_train_batch_size
+        with torch.no_grad():
+            return self._forward(self.model, batch, batch_size=size)[0]
+
+    def _forward(
+        self, model: torch.nn.Module, batch: Batch, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of a batch's completions, (B, T), by the forward of TRL's loss."""
         ids, mask = whole_sequences(batch)
         width = batch["completion_ids"].size(1)
-        size = self.args.per_device_train_batch_size
-        forward = self._get_per_token_logps_and_entropies
-        with torch.no_grad():
-            return forward(self.model, ids, mask, width, batch_size=size)[0]
+        logps, entropies, _ = self._get_per_token_logps_and_entropies(
+            model, ids, mask, width, **options
+        )
+        return logps, entropies
 
     def _step_tokens(self, inputs: Batch) -> Tensor:
         """Tokens of a whole optimizer step, a rank: what TRL's losses by token divide by."""

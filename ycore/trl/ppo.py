@@ -119,7 +119,7 @@ class Critic(nn.Module):
 
 
 def add_critic(policy: Any, *, value_range: tuple[float, float] | None = None) -> Critic:
-    """Make a critic of the policy as it is, and let the policy's forward give its values where `with_values` is set.
+    """Make a critic of the policy as it is, and let the policy's forward give its values in calls with `with_more=True`.
 
     Args:
         policy: transformers' model or peft's around it, not wrapped by accelerate.
@@ -133,9 +133,9 @@ def add_critic(policy: Any, *, value_range: tuple[float, float] | None = None) -
     policy.add_module(NAME, critic.to(next(model.parameters()).device))
 
     @functools.wraps(getattr(inner, "__func__", inner))
-    def forward(self: Any, *args: Any, with_values: bool = False, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, with_more: bool = False, **kwargs: Any) -> Any:
         outputs = inner(*args, **kwargs)
-        if not with_values:
+        if not with_more:
             return outputs
         kwargs.pop("fused_lm_head", None)
         # A plain dict: DDP builds the output again, which a class without a field for values refuses.
@@ -240,6 +240,8 @@ class Trainer(TokenRewardTrainer):
         base: the folder of the weights that training begins with, to compare with a reward model's.
     """
 
+    more_outputs = (VALUES,)
+
     def __init__(
         self, *args: Any, critic: CriticSettings, base: Path | None = None, **kwargs: Any
     ) -> None:
@@ -257,7 +259,6 @@ class Trainer(TokenRewardTrainer):
         if critic.init is not None:
             assert base is not None
             start_from_reward_model(self.critic, Path(critic.init).expanduser(), base=base)
-        self._values = torch.empty(0)
 
     @classmethod
     def settings_of(cls, config: PPOConfig, model: Path) -> dict[str, Any]:
@@ -281,7 +282,9 @@ class Trainer(TokenRewardTrainer):
         )
         if settings.whiten:
             advantages = whitened(advantages, mask, self._add_up)
-        self._record_explained(values, to_go(rewards), mask)
+        explained = explained_variance(values, to_go(rewards), mask, self._add_up)
+        if explained is not None:
+            self.record("ycore/critic/explained_variance", explained)
         self.record(
             "ycore/critic/value", (values * mask).sum().item() / max(1, int(mask.sum()))
         )
@@ -291,11 +294,6 @@ class Trainer(TokenRewardTrainer):
             "value_targets": targets.float(),
             "value_mask": mask,
         }
-
-    def _record_explained(self, values: Tensor, returns: Tensor, mask: Tensor) -> None:
-        explained = explained_variance(values, returns, mask, self._add_up)
-        if explained is not None:
-            self.record("ycore/critic/explained_variance", explained)
 
     def _values_of(self, batch: dict[str, Any]) -> Tensor:
         """Values before each token, (B, T)."""
@@ -315,30 +313,20 @@ class Trainer(TokenRewardTrainer):
 
     # -- the loss ----------------------------------------------------------------------------------------------------
 
-    def _score(
-        self, model: torch.nn.Module, rows: PaddedRows, size: int | None
-    ) -> tuple[Tensor, Tensor]:
-        if self._micro_batch is None:
-            return super()._score(model, rows, size)
-        names = ("log_probs", "entropy", VALUES)
-        logps, entropies, self._values = packed_scores(
-            model, rows, path=self.packed_by, names=names, size=size, with_values=True
-        )
-        return logps, entropies
-
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss of the policy, and the critic's: the mean over the tokens of the whole step."""
         loss = super()._compute_loss(model, inputs)
+        (values,) = self._more
         mask = inputs["value_mask"].bool()
         losses = value_losses(
-            self._values[mask],
+            values[mask],
             inputs["old_values"][mask],
             inputs["value_targets"][mask],
             self._settings.value_clip,
         )
         if losses.numel():
             self.record("ycore/critic/loss", losses.detach().mean().item())
-        return loss + losses.sum() / self._step_tokens(inputs) + 0.0 * self._values.sum()
+        return loss + losses.sum() / self._step_tokens(inputs) + 0.0 * values.sum()
 
     # -- the optimizer -----------------------------------------------------------------------------------------------
 

@@ -90,6 +90,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     num_logged = 0
     """Completions of a round of which `logged_completions` keeps the rows."""
 
+    more_outputs: Sequence[str] = ()
+    """Outputs of the loss's forward beside TRL's, which the model gives in calls with `with_more=True`."""
+
     has_gradient = True
     """Whether the step has one: a group of any rank with an advantage, or another term of the loss."""
 
@@ -120,6 +123,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         """The first completions of this rank's last round, by TRL's columns and what else is known of them."""
         self._rewards = torch.empty(0)
         self._micro_batch: Batch | None = None
+        self._more: list[Tensor] = []  # `more_outputs`, (B, T) each
         self._last_loaded_step = -1
         # The compact head gives no gradient of the entropy.
         is_plain = not self._entropy_bonus_enabled and not self.args.cast_lm_head_to_fp32
@@ -463,18 +467,20 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
                 self._pictures(kwargs) if has_images else None,
             )  # fmt: skip
             aux_loss = None
+            more = () if self._micro_batch is None else self.more_outputs
+            arguments = {"with_more": True} if more else {}
             with self.accelerator.autocast():
-                logps, entropies = self._score(model, rows, kwargs.get("batch_size"))
+                logps, entropies, *self._more = packed_scores(
+                    model,
+                    rows,
+                    path=self.packed_by,
+                    names=("log_probs", "entropy", *more),
+                    size=kwargs.get("batch_size"),
+                    **arguments,
+                )
         if self._micro_batch is not None:
             self._fill_in(self._micro_batch, logps)
         return logps, entropies, aux_loss
-
-    def _score(
-        self, model: torch.nn.Module, rows: PaddedRows, size: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, (B, T), of packed rows, `size` sequences at a time."""
-        logps, entropies = packed_scores(model, rows, path=self.packed_by, size=size)
-        return logps, entropies
 
     def _pictures(self, passed: Batch) -> Pictures:
         """The images of the sequences in a forward, by what TRL passes to it beside their tokens."""

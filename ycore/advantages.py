@@ -37,7 +37,6 @@ _BATCH = (0, 1)
 class Estimator:
     """Example: `ESTIMATORS["rloo"](rewards_PG, mask_PG)`."""
 
-    name: str
     function: "Callable[..., Tensor]"
     needs_greedy: bool  # whether it takes the reward of each prompt's greedy completion
 
@@ -60,7 +59,7 @@ def estimator(
     """Register a function as the estimator `--advantage NAME`."""
 
     def register(function: "Callable[..., Tensor]") -> "Callable[..., Tensor]":
-        ESTIMATORS[name] = Estimator(name, function, needs_greedy)
+        ESTIMATORS[name] = Estimator(function, needs_greedy)
         return function
 
     return register

@@ -291,32 +291,33 @@ def add_compact_head(
 
     @functools.wraps(type(model).forward)  # `generate` looks at the signature
     def forward(
-        self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any
+        self: PreTrainedModel,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
-        shifted = kwargs.pop("shift_labels", None)
-        labels = kwargs.pop("labels", None)
-        if not fused_lm_head or (shifted is None and labels is None):
-            for name, value in (("shift_labels", shifted), ("labels", labels)):
-                if value is not None:
-                    kwargs[name] = value
-            return trl_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
+        if not fused_lm_head:
+            return trl_forward(*args, labels=labels, shift_labels=shift_labels, **kwargs)
         hidden = self.base_model(*args, **kwargs).last_hidden_state
-        if shifted is None:
+        if shift_labels is None:
+            assert labels is not None
             hidden = hidden[:, :-1]
-            shifted = labels[:, 1:]
+            shift_labels = labels[:, 1:]
         head = self.get_output_embeddings()
-        wanted = shifted != IGNORE
+        wanted = shift_labels != IGNORE
         scores = score_tokens(
             hidden[wanted],
             head.weight,
             head.bias,
-            shifted[wanted],
+            shift_labels[wanted],
             temperature=temperature,
             with_logits=with_logits,
         )
         names = ("log_probs", "entropy", "mean_logits", "is_top1")
         placed = (
-            score.new_zeros(shifted.shape).masked_scatter(wanted, score) for score in scores
+            score.new_zeros(wanted.shape).masked_scatter(wanted, score) for score in scores
         )
         return FusedCausalLMOutput(label_mask=wanted, **dict(zip(names, placed, strict=False)))
 

@@ -36,7 +36,6 @@ class Offload:
         self._device_type = of
         self._models = list(models)
         self._hosts: dict[Any, torch.Tensor] = {}
-        self._frozen: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     @contextmanager
     def away(self, optimizer: Any, engine: Any = None) -> Iterator[None]:
@@ -108,16 +107,14 @@ class Offload:
                 or hasattr(parameter, "ds_id")
             ):
                 continue
-            if parameter not in self._frozen:
-                self._frozen[parameter] = self._on_host((parameter, ""), parameter.data)
+            if parameter not in self._hosts:
+                self._on_host(parameter, parameter.data)
             moved.append((parameter, parameter.device))
-            parameter.data = self._frozen[parameter]
+            parameter.data = self._hosts[parameter]
 
         def restore() -> None:
             for parameter, device in moved:
-                parameter.data = self._frozen[parameter].to(
-                    device, non_blocking=True, copy=True
-                )
+                parameter.data = parameter.data.to(device, non_blocking=True, copy=True)
 
         return restore
 

@@ -103,19 +103,19 @@ class Critic(nn.Module):
     def take(self, saved: Mapping[str, Tensor], source: str) -> None:
         """Set every trained parameter; RunError where names or shapes differ."""
         trained = self.trained
-        wrong = set(trained) ^ set(saved)
-        wrong |= {
-            name
-            for name in set(trained) & set(saved)
-            if trained[name].shape != saved[name].shape
-        }
+        wrong = _shapes(trained).items() ^ _shapes(saved).items()
         if wrong:
+            name, _ = min(wrong)
             raise RunError(
-                f"{source} does not fit this run's: {min(wrong)} differs; keep lora and critic as they were"
+                f"{source} does not fit this run's: {name} differs; keep lora and critic as they were"
             )
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(saved[name])
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def add_critic(policy: Any, *, value_range: tuple[float, float] | None = None) -> Critic:

@@ -545,12 +545,14 @@ def test_one_row_is_as_many_worlds_as_an_environment_draws(
     write_tiny_model(tmp_path)
     rewards: Any = [{"reward": "environment"}]
     parts: Any = {"folder": None, "tokenizer": None, "prompts": SimpleNamespace(prompts=[1])}
-    parts["started"] = SimpleNamespace(model=tmp_path, max_num_seqs=None)
+    parts["started"] = SimpleNamespace(
+        model=tmp_path, max_num_seqs=None, kind="vllm", engines=[]
+    )
     parts["dialogues"] = SimpleNamespace(tool_sets={})
     config = RunConfig(
         algorithm="grpo", model="m", dataset="d", output="o", rewards=rewards, env=env
     )
-    assert Assembly(config=config, **parts).rules().num_prompts == num_prompts
+    assert Assembly(config=config, **parts).rules([]).num_prompts == num_prompts
 
 
 def test_a_slot_is_free_while_tools_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from ycore.types import Group, JsonObject, Prompt
 if TYPE_CHECKING:
     from ycore.round.assemble import Assembly
     from ycore.round.sampling import Rules
+    from ycore.round.step import Controller
 
 _NUM_SAMPLES = 4
 
@@ -107,7 +108,6 @@ def measure_round(
     parts: "Assembly",
 ) -> tuple[PreflightMeasurements, list[JsonObject]]:
     """Return all measurements, and a few completions from the worst reward to the best."""
-    rules = parts.rules()
     prompts = parts.prompts.prompts
     lengths = [len(parts.encode(prompt)) for prompt in prompts]
     measured = _measure_prompts(parts, lengths)
@@ -118,22 +118,25 @@ def measure_round(
     ]
     if not fitting:
         return measured, []
+    controller = _controller(parts, fitting)
     recorded: dict[str, float] = {}
-    groups, problems = _run_round(parts, fitting, recorded)
+    controller.record = recorded.__setitem__
+    with started(controller, parts):
+        groups = controller.next_round(step=0, num_groups=min(NUM_PROMPTS, len(fitting)))
     names = [reward.reward for reward in parts.config.rewards]
-    measured = add_groups(measured, groups, rules, names)
+    measured = add_groups(measured, groups, controller.rules, names)
     generate_s = recorded.get("ycore/time/generate", 0.0)
     judges = None
     if calls := int(recorded.get("ycore/judge/calls", 0)):
         judges = JudgeCalls(calls, int(recorded.get("ycore/judge/parse_failures", 0)))
     measured = replace(
         measured,
-        problems=problems,
+        problems=controller.problems,
         generate_s=generate_s,
         reward_s=max(0.0, recorded.get("ycore/time/round", 0.0) - generate_s),
         judges=judges,
     )
-    return measured, samples_of(groups, weights=rules.reward_weights)
+    return measured, samples_of(groups, weights=controller.rules.reward_weights)
 
 
 def _measure_prompts(parts: "Assembly", lengths: Sequence[int]) -> PreflightMeasurements:
@@ -156,10 +159,8 @@ def _measure_prompts(parts: "Assembly", lengths: Sequence[int]) -> PreflightMeas
     )
 
 
-def _run_round(
-    parts: "Assembly", prompts: Sequence[Prompt], recorded: dict[str, float]
-) -> tuple[list[Group], dict[str, int]]:
-    """Return the groups of a round, which fills `recorded`, and how often each problem kept a source from scoring."""
+def _controller(parts: "Assembly", prompts: Sequence[Prompt]) -> "Controller":
+    """Return the controller of a round of these prompts, as they come."""
     from ycore.round.sampling import DrawSource  # loads torch, which a verdict does without
 
     engines = parts.engines(own_model(parts))
@@ -169,13 +170,10 @@ def _run_round(
         encode=parts.encode,
         max_prompt_tokens=parts.max_prompt_tokens,
     )
-    rules = replace(parts.rules(num_engines=len(engines)), dynamic=False, oversample=1.0)
+    rules = replace(parts.rules(engines), dynamic=False, oversample=1.0)
     controller = parts.controller(engines, draws=draws, rules=rules)
-    controller.record = recorded.__setitem__
     controller.meter.requires_scores = False
-    with started(controller, parts):
-        groups = controller.next_round(step=0, num_groups=min(NUM_PROMPTS, len(prompts)))
-    return groups, dict(controller.meter.problems)
+    return controller
 
 
 def add_groups(

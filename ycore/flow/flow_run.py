@@ -152,8 +152,8 @@ class FlowRun:
         row["ycore/time/step"] = step_s
         row["ycore/time/train"] = step_s - self.controller.take_seconds()
         row["ycore/flow/pictures_per_s"] = self._engine.num_drawn / step_s
-        if problems := dict(self.controller.meter.problems):
-            row["ycore/reward_problems"] = problems
+        if self.controller.problems:
+            row["ycore/reward_problems"] = self.controller.problems
         try:
             row |= self._measured() if self._is_due() else {}
         finally:  # a step that is whole is written, also where its measurement was stopped

@@ -163,16 +163,13 @@ class ControllerAhead(Controller):
         """Return how many rounds to have begun, the same number on all ranks."""
         is_off_policy = self.effective_share < self._min_effective_share
         return self._ahead.choose(
-            waits=self._any_rank(not self._is_written(step), "waits"),
-            is_tight=self._any_rank(not self._is_written(step + 1), "tight"),
-            too_old=self._any_rank(self._num_dropped > 0 or is_off_policy, "too old"),
+            waits=self.any_rank(not self._is_written(step), "waits"),
+            is_tight=self.any_rank(not self._is_written(step + 1), "tight"),
+            too_old=self.any_rank(self._num_dropped > 0 or is_off_policy, "too old"),
         )
 
     def _is_written(self, step: int) -> bool:
         return step in self._rounds and self._rounds[step].done()
-
-    def _any_rank(self, holds: bool, name: str) -> bool:
-        return self._event_loop.run_alone(self.peers.meet(stopping=holds, name=name))
 
     def _begin(self, version: int, *, until: int, num_groups: int) -> None:
         """Give engines this version, and begin the rounds up to that of the step `until`."""

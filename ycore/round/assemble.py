@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ycore.config.resolve import read_config, require_rollouts
 from ycore.config.schema import RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
-from ycore.engine import Engine, SamplingParams, WeightSource
+from ycore.engine import Engine, WeightSource
 from ycore.engine.kinds import EngineKind
 from ycore.engine.sight import Sight, load_sight
 from ycore.errors import DataError
@@ -21,8 +21,8 @@ from ycore.rollout.writers import RunDialogues, build_writer
 from ycore.round.ahead import controller_of
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
-from ycore.round.rank_engines import EngineList, RankEngines, sampling_of
-from ycore.round.sampling import WHOLE, DrawSource, Rules, Shard, rules_of
+from ycore.round.rank_engines import EngineList, RankEngines
+from ycore.round.sampling import DrawSource, Rules, Shard, rules_of
 from ycore.round.step import Controller, ShareWeights
 from ycore.run.files import ImageStore, RunFolder
 from ycore.scoring.judge_scorer import judge_questions
@@ -66,8 +66,8 @@ class Assembly:
             partial(self.tokenizer.decode, skip_special_tokens=True),
             engines=engines,
             scoring=self._scoring(engines),
-            draws=draws or self.draws(Shard(peers.rank, peers.world)),
-            rules=rules or self._rules_of_rank(engines),
+            draws=draws or self.draws(peers),
+            rules=rules or self.rules(engines),
             peers=peers,
             share_weights=share_weights,
             slots=slots,
@@ -98,8 +98,8 @@ class Assembly:
             parts = replace(parts, started=self._scorers_of(config))
             scoring = parts._scoring(controller.engines)
         return controller.for_evaluation(
-            draws=parts.draws(Shard(controller.peers.rank, controller.peers.world)),
-            rules=parts._rules_of_rank(controller.engines),
+            draws=parts.draws(controller.peers),
+            rules=parts.rules(controller.engines),
             scoring=scoring,
         )
 
@@ -117,13 +117,9 @@ class Assembly:
         policy = Policy(engines, self.tokenizer, self.started.max_model_len)
         return build_scoring(self.config, self.folder, self.started.scorers, policy=policy)
 
-    def _rules_of_rank(self, engines: Sequence[Engine]) -> Rules:
-        listed = self.started.engines if self.config.given_pairs else engines
-        return self.rules(num_engines=self.rank.share_of(listed))
-
     @cached_property
     def rank(self) -> RankEngines:
-        return RankEngines(self.folder, self.config, self.started)
+        return RankEngines(self.folder, self.config, self.started, self.tokenizer, self.sight)
 
     @property
     def kind(self) -> EngineKind:
@@ -188,38 +184,30 @@ class Assembly:
             )
         )
 
-    def sampling(self) -> SamplingParams:
-        return sampling_of(self.config, self.started.model, self.tokenizer)
-
-    def draws(self, shard: Shard = WHOLE) -> DrawSource:
+    def draws(self, peers: Peers) -> DrawSource:
         """Return a rank's prompts in the run's order; an evaluation asks each once, in the order of the rows."""
         return DrawSource.of_run(
             self.config,
             self.prompts.prompts,
             encode=self.encode,
             max_prompt_tokens=self.max_prompt_tokens,
-            shard=shard,
+            shard=Shard(peers.rank, peers.world),
         )
 
-    def rules(self, *, num_engines: float = 1) -> Rules:
-        """Return how a round samples on a rank with this share of the engines."""
+    def rules(self, engines: Sequence[Engine]) -> Rules:
+        """Return how a round samples on a rank of a machine with these engines."""
+        listed = self.started.engines if self.config.given_pairs else engines
         return rules_of(
             self.config,
             model=self.started.model,
             num_prompts=len(self.prompts.prompts),
             max_num_seqs=None if self.dialogues.tool_sets else self.started.max_num_seqs,
-            num_engines=num_engines,
+            num_engines=self.rank.share_of(listed),
         )
 
     def engines(self, model: Any = None, *, source: WeightSource | None = None) -> list[Engine]:
         """Return this rank's rollout engines; see `RankEngines.clients`."""
-        return self.rank.clients(
-            self.sampling(),
-            model=model,
-            tokenizer=self.tokenizer,
-            sight=self.sight,
-            source=source,
-        )
+        return self.rank.clients(model, source)
 
 
 def assemble(root: Path) -> Assembly:

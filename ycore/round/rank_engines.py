@@ -62,6 +62,8 @@ class RankEngines:
     folder: RunFolder
     config: RunConfig
     listed: EngineList
+    tokenizer: PreTrainedTokenizerBase
+    sight: Sight | None
 
     @property
     def kind(self) -> EngineKind:
@@ -75,26 +77,21 @@ class RankEngines:
         """Return how many of these engines each rank of the machine has for itself on average."""
         return len(engines) / (this_rank().local_world if self.kind.has_servers else 1)
 
-    def clients(
-        self,
-        sampling: SamplingParams,
-        *,
-        model: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        sight: Sight | None,
-        source: WeightSource | None,
-    ) -> list[Engine]:
+    def clients(self, model: Any, source: WeightSource | None) -> list[Engine]:
         """Return clients of all rollout engines of the machine, or one engine that writes with `model`.
 
         Args:
             model: The policy in this process, for a kind of engine without servers.
             source: The policy's weights in this process, for `engine.sync=ipc`.
         """
+        sampling = sampling_of(self.config, self.listed.model, self.tokenizer)
         if not self.kind.has_servers:
             from ycore.engine.transformers_engine import TransformersEngine
 
             is_half = self.config.dtype != "float32"
-            return [TransformersEngine(model, tokenizer, sampling, sight, is_half=is_half)]
+            return [
+                TransformersEngine(model, self.tokenizer, sampling, self.sight, is_half=is_half)
+            ]
         from ycore.engine.vllm_engine import HostEngine, VllmEngine
 
         settings = self.config.engine
@@ -116,7 +113,7 @@ class RankEngines:
                     min_verified=settings.min_verified,
                     sleeps=self.listed.sleeps and name in home_names,
                     is_home=name in home_names,
-                    sight=sight,
+                    sight=self.sight,
                     source=source,
                 )
             )

@@ -563,10 +563,12 @@ class Controller:
         return self._event_loop.stop
 
     def should_stop(self) -> bool:
-        """Whether any rank was asked to stop. All ranks call this together and get the same answer."""
-        return self._event_loop.run_alone(
-            self.peers.meet(stopping=self.stop.is_set(), name="step")
-        )
+        """Whether any rank was asked to stop. All ranks call this together."""
+        return self.any_rank(self.stop.is_set(), "step")
+
+    def any_rank(self, holds: bool, name: str) -> bool:
+        """Whether something holds on any rank. All ranks call this together, and get the same answer."""
+        return self._event_loop.run_alone(self.peers.meet(stopping=holds, name=name))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`, once every rank has its own.

@@ -27,8 +27,9 @@ def engine_in(root: Path, model: Path, *, batch: int = 4) -> PictureEngine:
         FlowPolicy(FlowFolder(model)),
         path,
         SamplingPath(time_grid(5)),
-        RunFolder(root),
-        batch=batch,
+        ImageStore(root / "images"),
+        Trajectories(root / "trajectories"),
+        batch,
     )
 
 

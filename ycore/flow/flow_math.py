@@ -7,14 +7,12 @@ A point at time t is `x = (1 - t) x0 + t eps`, t from 1 (noise) to 0 (picture). 
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ycore.flow.flow_settings import Rule
 from ycore.types import number_from
-
-Rule = Literal["ode", "heun", "sde"]
-"""How a step is made: Euler's, Heun's, or with noise (Flow-GRPO, arXiv 2505.05470, eq. 9)."""
 
 Velocity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From points and times to velocities."""

@@ -50,7 +50,7 @@ from ycore.run.resuming import (
     newest_for,
 )
 from ycore.run.secrets import load_config
-from ycore.types import JsonObject, Record
+from ycore.types import JsonObject
 
 _NUM_CHECKPOINTS = 2
 _SHEET_CLASSES = 12
@@ -72,11 +72,12 @@ class FlowRun:
         shift = config.flow.shift or folder.shift
         path = path_of_rounds(config, shift=shift)
         self._plain = SamplingPath(time_grid(config.flow.eval_steps, shift=shift))
-        self.learner = Learner(policy, config, path, Trajectories(self.home.trajectories))
+        trajectories = Trajectories(self.home.trajectories)
+        self.learner = Learner(policy, config, path, trajectories)
+        images = ImageStore(self.home.images)
         self._engine = PictureEngine(
-            policy, path, self._plain, self.home, batch=config.flow.batch
+            policy, path, self._plain, images, trajectories, config.flow.batch
         )
-        self._images = ImageStore(self.home.images)
         journal = Journal(self.home.journal, rank=0, seed=config.seed)
         self.controller = picture_controller(
             config,
@@ -93,7 +94,6 @@ class FlowRun:
             self._judge = picture_scoring(config, config.eval_rewards, self.home)
         self._conditions = conditions(dataset.prompts, config.condition_column)
         self._metrics = MetricsWriter(self.home.metrics)
-        self._rows: list[JsonObject] = []
         self._step = 0
         self._state = self.controller.state()
         self._checkpoints = CheckpointWriter(
@@ -111,14 +111,11 @@ class FlowRun:
         self._metrics.forget_after(self._step)
         # Pictures of a round that was cut short may be damaged after a loss of power.
         drop_pictures(self.home)
-        self._rows = read_metrics(self.home.metrics)
         self.controller.start(timeout_s=config.step_timeout_s)
         if self._judge is not None:
             self.controller.run(self._judge.start(timeout_s=config.step_timeout_s))
-        if self._is_due() and not any(
-            row["step"] == self._step and is_evaluation(row) for row in self._rows
-        ):
-            self._write({"step": self._step, **self._measured()})
+        if self._is_due() and not any(row["step"] == self._step for row in self._evaluations()):
+            self._metrics.write({"step": self._step, **self._measured()})
         while self._step < config.steps:
             if self.stop.is_set():
                 raise Interrupted(f"stopped after step {self._step}")
@@ -157,7 +154,7 @@ class FlowRun:
         try:
             row |= self._measured() if self._is_due() else {}
         finally:  # a step that is whole is written, also where its measurement was stopped
-            self._write({"step": self._step, **row})
+            self._metrics.write({"step": self._step, **row})
 
     def _is_due(self) -> bool:
         return is_due(self._step, self.config.eval_every, self.config.steps)
@@ -165,37 +162,33 @@ class FlowRun:
     def _measured(self) -> JsonObject:
         """Return the figures of the policy."""
         began = time.perf_counter()
-        step = self._step
         self.home.step_began.touch()
         self._engine.weights = None
-        scoring = self.controller.scoring
         figures = self.controller.run(
             measure(
                 self._engine,
-                scoring,
+                self.controller,
                 self._judge,
                 self._conditions,
-                step=step,
+                step=self._step,
                 config=self.config,
-                slots=self.controller.slots,
-                images=self._images,
             )
         )
-        for meter in scoring.meters:
+        for meter in self.controller.scoring.meters:
             meter.take()  # or the next step would count it
         figures["ycore/time/eval"] = time.perf_counter() - began
         return figures
 
-    def _write(self, row: Record) -> None:
-        self._metrics.write(row)
-        self._rows.append(dict(row))
+    def _evaluations(self) -> list[JsonObject]:
+        """Return the rows of measurements, in their order."""
+        return [row for row in read_metrics(self.home.metrics) if is_evaluation(row)]
 
     def _finish(self) -> None:
         """Draw from the same noise before and after, and write down what was measured."""
         column = self.config.condition_column
         classes = [prompt.columns[column] for prompt in self._conditions[:_SHEET_CLASSES]]
         contact_sheet(self.learner.policy, self._plain, classes, self.home.pictures)
-        measured = [row for row in self._rows if is_evaluation(row)]
+        measured = self._evaluations()
         ends = {"before": row_figures(measured[0]), "after": row_figures(measured[-1])}
         write_json_atomic(self.home.held_out, {"held_out": ends})
 

@@ -1,7 +1,6 @@
 """The settings of `ycore flow`, validated."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -17,6 +16,9 @@ from ycore.config.schema import (
 )
 from ycore.errors import ConfigError
 
+Rule = Literal["ode", "heun", "sde"]
+"""How a step is made: Euler's, Heun's, or with noise (Flow-GRPO, arXiv 2505.05470, eq. 9)."""
+
 IMAGES = "images"
 """The argument in which reward functions get pictures, one a completion, beside the dataset's columns."""
 
@@ -28,7 +30,7 @@ class FlowSettings(Strict):
     method: Literal["nft", "grpo"] = "nft"
     # How a round's pictures are drawn: `ode` (Euler), `heun`, or with noise `sde`. None is `ode` for nft and `sde` for
     # grpo.
-    sampler: Literal["ode", "heun", "sde"] | None = None
+    sampler: Rule | None = None
     steps: Positive = 10  # of denoising, in a round
     eval_steps: Positive = 20  # of denoising without noise, where the model is measured
     shift: PositiveFloat | None = (
@@ -51,17 +53,12 @@ class FlowSettings(Strict):
     batch: Positive = 64  # pictures that the network takes at once
 
     @property
-    def rule(self) -> Literal["ode", "heun", "sde"]:
+    def rule(self) -> Rule:
         """How a round's pictures are drawn."""
         return self.sampler or ("sde" if self.method == "grpo" else "ode")
 
 
-_NOT_TAKEN: Mapping[str, Any] = {
-    "quantize": None,
-    "accelerate": None,
-    "trust_remote_code": False,
-    "trl": {},
-}
+_NOT_TAKEN = ("quantize", "accelerate", "trust_remote_code", "trl")
 
 
 class FlowConfig(ScoredConfig):
@@ -87,10 +84,10 @@ class FlowConfig(ScoredConfig):
     def check(self) -> None:
         super().check()
         flow = self.flow
-        for key, default in _NOT_TAKEN.items():
-            if getattr(self, key) != default:
+        for key in _NOT_TAKEN:
+            if value := getattr(self, key):
                 raise ConfigError(
-                    f"ycore flow takes no {key}, and it is {getattr(self, key)!r}; leave it out"
+                    f"ycore flow takes no {key}, and it is {value!r}; leave it out"
                 )
         if flow.method == "grpo" and (flow.noise == 0 or flow.rule != "sde"):
             problem = f"flow.sampler is {flow.sampler}" if flow.noise else "flow.noise is 0"

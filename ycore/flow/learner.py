@@ -41,38 +41,34 @@ class Batch:
         return len(self.pictures)
 
 
+@dataclass(eq=False)
 class Learner:
-    """Example: `learner = Learner(policy, config, sampling, trajectories); learner.learn(groups, step=0)`.
+    """Example: `learner = Learner(policy, config, path, trajectories); learner.learn(groups, step=0)`.
 
     Args:
         trajectories: of the pictures to learn from.
     """
 
-    def __init__(
-        self,
-        policy: FlowPolicy,
-        config: FlowConfig,
-        path: SamplingPath,
-        trajectories: Trajectories,
-    ) -> None:
-        self.policy = policy
-        self._config = config
-        self._path = path
-        self._trajectories = trajectories
-        self.old = policy.copy()
+    policy: FlowPolicy
+    config: FlowConfig
+    path: SamplingPath
+    trajectories: Trajectories
+
+    def __post_init__(self) -> None:
+        self.old = self.policy.copy()
         """The weights that draw, with nft."""
         self.optimizer = torch.optim.AdamW(
-            policy.trained.values(), lr=config.learning_rate, weight_decay=0.0
+            self.policy.trained.values(), lr=self.config.learning_rate, weight_decay=0.0
         )
 
     @property
     def drawing(self) -> Weights | None:
         """Return the weights that the next round's pictures are drawn with; None for the policy's own."""
-        return self.old if self._config.flow.method == "nft" else None
+        return self.old if self.config.flow.method == "nft" else None
 
     def learn(self, groups: Sequence[Group], *, step: int) -> dict[str, float]:
         """Update the weights, and return the step's metrics. Without a group that teaches nothing changes."""
-        config = self._config
+        config = self.config
         weights = config.reward_weights
         stds_R = min_stds(config, default_range=1.0)
         rewards = [compared_rewards(group, weights) for group in groups]
@@ -99,7 +95,7 @@ class Learner:
             Picture.of(completion.text) for group in groups for completion in group.completions
         ]
         names = {picture.kept for picture in pictures}
-        files = {name: self._trajectories.get(name) for name in names}
+        files = {name: self.trajectories.get(name) for name in names}
 
         def stacked(name: str) -> torch.Tensor:
             return torch.stack([files[picture.kept][name][picture.row] for picture in pictures])
@@ -117,7 +113,7 @@ class Learner:
     def _update(self, batch: Batch, *, seed: str) -> dict[str, float]:
         self.optimizer.zero_grad()
         parts = (
-            self._nft(batch, seed) if self._config.flow.method == "nft" else self._grpo(batch)
+            self._nft(batch, seed) if self.config.flow.method == "nft" else self._grpo(batch)
         )
         sums: dict[str, float] = {}
         for loss, measured in parts:
@@ -125,13 +121,13 @@ class Learner:
             for name, value in ({"loss": loss.item()} | measured).items():
                 sums[name] = sums.get(name, 0.0) + value
         weights = self.policy.trained.values()
-        norm = torch.nn.utils.clip_grad_norm_(weights, self._config.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(weights, self.config.max_grad_norm)
         self.optimizer.step()
         return sums | {"grad_norm": float(norm)}
 
     def _nft(self, batch: Batch, seed: str) -> Iterator[tuple[torch.Tensor, dict[str, float]]]:
         """Yield the loss of each part of the batch, each at a time of its own, and what it adds to the metrics."""
-        flow = self._config.flow
+        flow = self.config.flow
         size = len(batch)
         device = self.policy.device
         generator = torch.Generator().manual_seed(number_from(f"learn {seed}"))
@@ -166,8 +162,8 @@ class Learner:
 
     def _grpo(self, batch: Batch) -> Iterator[tuple[torch.Tensor, dict[str, float]]]:
         """Yield the loss of each part of the batch at each of its steps with noise, and what it adds to the metrics."""
-        flow = self._config.flow
-        length = self._path.length
+        flow = self.config.flow
+        length = self.path.length
         share = 1 / (len(batch) * length)
         for number, rows in itertools.product(range(length), _parts(len(batch), flow.batch)):
             step = self._replay(batch, rows, number, None)
@@ -194,7 +190,7 @@ class Learner:
     ) -> NoisyStep:
         """Make the `number`th step with noise again, as these weights would have made it."""
         places = batch.firsts[rows] + number
-        times = torch.tensor(self._path.times)
+        times = torch.tensor(self.path.times)
         x = batch.points[rows, number]
         v = self.policy.velocity(x, times[places], batch.classes[rows], weights)
         return sde_step(
@@ -202,8 +198,8 @@ class Learner:
             v,
             times[places].to(v.device),
             times[places + 1].to(v.device),
-            level=self._path.level,
-            near_one=self._path.near_one,
+            level=self.path.level,
+            near_one=self.path.near_one,
         )
 
 

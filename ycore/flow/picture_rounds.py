@@ -135,24 +135,24 @@ class Picture:
         return json.dumps(asdict(self))
 
 
+@dataclass(frozen=True)
 class Trajectories:
     """Files of tensors named by their sha256: `pictures`, `points` and `logprobs` of one batch."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    folder: Path
 
     def put(self, tensors: Mapping[str, torch.Tensor]) -> str:
         """Keep tensors, on the disk on return, and return their name."""
         data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
         name = hashlib.sha256(data).hexdigest()
-        make_folder(self._folder)
-        write_bytes_atomic(self._folder / name, data)
+        make_folder(self.folder)
+        write_bytes_atomic(self.folder / name, data)
         return name
 
     def get(self, name: str) -> dict[str, torch.Tensor]:
         """Return the tensors; RunFolderError where they are gone or have changed."""
         tensors: dict[str, torch.Tensor] = load(
-            read_named(self._folder / name, way_out="resume from 0")
+            read_named(self.folder / name, way_out="resume from 0")
         )
         return tensors
 
@@ -167,6 +167,7 @@ class _Request(NamedTuple):
         return self.first == NOWHERE
 
 
+@dataclass(eq=False)
 class PictureEngine(Engine):
     """An `Engine` whose prompt is a class and the first step with noise. Simultaneous requests share a batch.
 
@@ -176,30 +177,22 @@ class PictureEngine(Engine):
     Args:
         path: of a round's pictures; `plain`: of those that measure the model.
         batch: pictures that the network takes at once.
+        weights: to draw with; None for the policy's own.
     """
 
     name = "sampler"
+    policy: FlowPolicy
+    path: SamplingPath
+    plain: SamplingPath
+    images: ImageStore
+    trajectories: Trajectories
+    batch: int
+    weights: Weights | None = None
+    num_drawn: int = 0
 
-    def __init__(
-        self,
-        policy: FlowPolicy,
-        path: SamplingPath,
-        plain: SamplingPath,
-        folder: RunFolder,
-        *,
-        batch: int,
-    ) -> None:
-        self.weights: Weights | None = None
-        """Weights to draw with; None for the policy's own."""
-        self.num_drawn = 0
-        self._policy = policy
-        self._path = path
-        self._plain = plain
-        self._batch = batch
-        self._images = ImageStore(folder.images)
-        self._trajectories = Trajectories(folder.trajectories)
+    def __post_init__(self) -> None:
         self._batches = Batches[_Request](
-            self._draw, kind=lambda request: request.measures, most=batch, wait_s=JOIN_S
+            self._draw, kind=lambda request: request.measures, most=self.batch, wait_s=JOIN_S
         )
 
     async def complete(
@@ -217,11 +210,11 @@ class PictureEngine(Engine):
 
     def _draw(self, requests: Sequence[_Request]) -> list[Completion]:
         measures = requests[0].measures
-        filled = [*requests, *[requests[0]] * (self._batch - len(requests))]
+        filled = [*requests, *[requests[0]] * (self.batch - len(requests))]
         classes = torch.tensor([request.label for request in filled])
         drawn = draw_pictures(
-            self._policy,
-            self._plain if measures else self._path,
+            self.policy,
+            self.plain if measures else self.path,
             classes,
             [request.seed for request in filled],
             firsts=[request.first for request in filled],
@@ -231,32 +224,28 @@ class PictureEngine(Engine):
         self.num_drawn += size
         kept = ""
         if not measures:
-            tensors = {
-                "pictures": drawn.pictures[:size],
-                "points": drawn.points[:size],
-                "logprobs": drawn.logprobs[:size],
-            }
-            kept = self._trajectories.put(tensors)
+            tensors = drawn._asdict().items()
+            kept = self.trajectories.put({name: values[:size] for name, values in tensors})
         completions = []
         for row, (request, values) in enumerate(zip(requests, drawn.pictures, strict=False)):
-            image = self._images.put(png_of(as_pil(values)), "a drawn picture", durable=False)
+            image = self.images.put(png_of(as_pil(values)), "a drawn picture", durable=False)
             text = Picture(image, kept, row, request.first).as_text()
             completions.append(Completion((), None, text, "stop", self.version))
         return completions
 
 
+@dataclass(eq=False)
 class OnePicture(SingleTurnWriter):
     """A completion is one request, with the class and the place of the group's steps with noise."""
 
-    def __init__(self, path: SamplingPath) -> None:
-        self._path = path
+    path: SamplingPath
 
     async def write(
         self, start: GroupStart, index: int, generate: Generate, *, seed: int
     ) -> Completion:
         position = start.draw.position
         first = window_of(
-            seed, position, num_steps=self._path.num_steps, length=self._path.length
+            seed, position, num_steps=self.path.num_steps, length=self.path.length
         )
         picture_seed = completion_seed(seed, position, index)
         return await generate((*start.draw.token_ids, first), picture_seed)
@@ -356,17 +345,15 @@ def conditions(prompts: Sequence[Prompt], column: str) -> list[Prompt]:
 
 async def measure(
     engine: PictureEngine,
-    trained: Scoring,
+    controller: Controller,
     judge: Scoring | None,
     prompts: Sequence[Prompt],
     *,
     step: int,
     config: FlowConfig,
-    slots: Slots,
-    images: ImageStore,
 ) -> dict[str, float]:
     """Draw and score pictures of every class, and return their figures; `judge` None measures the rewards."""
-    scorings = [trained] if judge is None else [trained, judge]
+    scorings = [controller.scoring] if judge is None else [controller.scoring, judge]
 
     async def measure_class(prompt: Prompt) -> tuple[list[Completion], list[list[list[Score]]]]:
         label = prompt.columns[config.condition_column]
@@ -376,7 +363,9 @@ async def measure(
             tasks.append(
                 asyncio.create_task(engine.complete((label, NOWHERE), seed, greedy=True))
             )
-        writing = PendingGroup(Draw(prompt.row, prompt, (label,)), tasks, step, slots)
+        writing = PendingGroup(
+            Draw(prompt.row, prompt, (label,)), tasks, step, controller.slots
+        )
         scores = await together([scoring.score(writing) for scoring in scorings])
         return [await task for task in tasks], scores
 
@@ -385,7 +374,7 @@ async def measure(
     classes = [prompt.columns[config.condition_column] for prompt in prompts]
     return as_metrics(
         _figures(
-            _values(pictures, images),
+            _values(pictures, engine.images),
             np.repeat(classes, config.num_samples),
             judged=[scores for _, by_scoring in groups for scores in by_scoring[-1]],
             learned_from=[scores for _, by_scoring in groups for scores in by_scoring[0]],

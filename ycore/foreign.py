@@ -57,12 +57,11 @@ def foreign_json(data: str | bytes, *, strict: bool = False) -> Any:
         ForeignRefused: it is no JSON, or nests too deep.
     """
     try:
-        if strict:
-            value = json.loads(
-                data, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeated_keys
-            )
-        else:
-            value = json.loads(data)
+        value = json.loads(
+            data,
+            parse_constant=_refuse_constant if strict else None,
+            object_pairs_hook=_refuse_repeated_keys if strict else None,
+        )
     except (ValueError, RecursionError) as problem:
         raise ForeignRefused(foreign_line(str(problem), max_characters=80)) from None
     return foreign_value(value)

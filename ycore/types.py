@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -81,18 +82,16 @@ class Image(NamedTuple):
 def in_blocks(content: Content) -> list[JsonObject]:
     """Chat turns in blocks of text and images, as processors and TRL take them: `{"type": "image"}` at each mark."""
     turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    return [{**turn, "content": _blocks(turn["content"] or "")} for turn in turns]
 
-    def blocks(text: str) -> list[JsonObject]:
-        first, *rest = text.split(IMAGE_MARK)
-        content_blocks: list[JsonObject] = (
-            [{"type": "text", "text": first}] if first or not rest else []
-        )
-        for part in rest:
-            content_blocks.append({"type": "image"})
-            content_blocks += [{"type": "text", "text": part}] if part else []
-        return content_blocks
 
-    return [{**turn, "content": blocks(turn["content"] or "")} for turn in turns]
+def _blocks(text: str) -> list[JsonObject]:
+    parts = re.split(f"({IMAGE_MARK})", text)
+    return [
+        {"type": "image"} if part == IMAGE_MARK else {"type": "text", "text": part}
+        for part in parts
+        if part or not text
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +220,8 @@ class Completion:
 
     def with_versions(self, versions: Sequence[tuple[int, int]]) -> "Completion":
         """Return it with these `versions`; neighbours that are the same become one."""
-        last = versions[-1][1]
-        later = [version for _, version in versions[1:]]
-        segments = [
-            part
-            for part, after in zip(versions, [*later, last], strict=True)
-            if part[1] != after
-        ]
+        by_version = itertools.groupby(versions, key=itemgetter(1))
+        *segments, (_, last) = [list(parts)[-1] for _, parts in by_version]
         return replace(self, segments=tuple(segments), policy_version=last)
 
     @property
@@ -240,30 +234,32 @@ class Completion:
     def sequences(self, prompt_ids: tuple[int, ...]) -> list[TokenSequence]:
         """Return the token sequences, after `prompt_ids` or after prompts of their own: one, or several where an agent
         asked in more than one conversation."""
+        sequences = []
+        prompt_ids = self.prompt_ids or prompt_ids
+        first = 0
+        for start, end, turn in self._places():
+            if turn.starts_new_sequence:
+                sequences.append(TokenSequence(prompt_ids, first, start))
+                prompt_ids = self.token_ids[start:end]
+                first = end
+        return [*sequences, TokenSequence(prompt_ids, first, len(self.token_ids))]
+
+    def _places(self) -> list[tuple[int, int, Turn]]:
+        """Return each turn, after where it begins and ends in `token_ids`."""
         ends = itertools.accumulate(turn.num_tokens for turn in self.turns)
-        starts = [
-            (end - turn.num_tokens, end)
+        return [
+            (end - turn.num_tokens, end, turn)
             for turn, end in zip(self.turns, ends, strict=True)
-            if turn.starts_new_sequence
         ]
-        prompts = [
-            self.prompt_ids or prompt_ids,
-            *(self.token_ids[start:end] for start, end in starts),
-        ]
-        stops = [*(start for start, _ in starts), len(self.token_ids)]
-        return [*map(TokenSequence, prompts, [0, *(end for _, end in starts)], stops)]
 
     @property
     def rewarded_turns(self) -> list[tuple[int, int, float | None]]:
         """Where the policy's turns are in `token_ids`, and their rewards. The last turn is not there: what is paid for
         it is the outcome's, which all turns share."""
-        ends = itertools.accumulate(turn.num_tokens for turn in self.turns)
-        policy_turns = [
-            (end - turn.num_tokens, end, turn)
-            for turn, end in zip(self.turns, ends, strict=True)
-            if turn.by_policy
+        of_policy = [
+            (start, end, turn.reward) for start, end, turn in self._places() if turn.by_policy
         ]
-        return [(start, end, turn.reward) for start, end, turn in policy_turns[:-1]]
+        return of_policy[:-1]
 
     @property
     def messages(self) -> list[Record]:
@@ -300,10 +296,6 @@ class Group:
     def scored(self) -> Iterator[tuple[Completion, tuple[Score, ...]]]:
         """Return each completion with its scores."""
         return zip(self.completions, self.scores_GR, strict=True)
-
-    def prompt_ids(self, completion: Completion) -> tuple[int, ...]:
-        """Return the token ids of the prompt that a completion of this group follows."""
-        return self.draw.token_ids if completion.prompt_ids is None else completion.prompt_ids
 
     @property
     def rewards_GR(self) -> list[list[float | None]]:

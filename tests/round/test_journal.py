@@ -294,7 +294,8 @@ def test_rounds_are_replayed_from_a_journal_that_goes_back_to_the_start(
     run, recorded = tmp_path / "run", dict[str, float]()
     source = make(run / "journal")
     rounds = [source.next_round(step=step, num_groups=2) for step in range(3)]
-    replayed = ReplayedRounds(run, rank=0, world=1, group_size=1, record=recorded.__setitem__)
+    record = recorded.__setitem__
+    replayed = ReplayedRounds(Journal(run / "journal", rank=0), group_size=1, record=record)
     replayed.check(steps=3, steps_per_round=1)
     assert [replayed.next_round(step=step, num_groups=2) for step in range(3)] == rounds
     assert recorded["ycore/replayed"] == 1.0
@@ -302,7 +303,8 @@ def test_rounds_are_replayed_from_a_journal_that_goes_back_to_the_start(
         replayed.next_round(step=0, num_groups=3)
     with pytest.raises(RunFolderError, match=r"no round of step 3.*--steps 3"):
         replayed.check(steps=4, steps_per_round=1)
-    second = ReplayedRounds(run, rank=1, world=2, group_size=1, record=recorded.__setitem__)
+    of_two = Journal(run / "journal", rank=1, world=2)
+    second = ReplayedRounds(of_two, group_size=1, record=record)
     second.check(steps=3, steps_per_round=1)
     assert second.next_round(step=0, num_groups=1) == rounds[0][1:]
     Journal(run / "journal", rank=0).prune(before=1)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ycore.errors import ConfigError, RunFolderError
 from ycore.round.peers import GroupSummary, deal_groups
 from ycore.round.sampling import Shard
-from ycore.run.files import RunFolder, make_folder
+from ycore.run.files import make_folder
 from ycore.run.resuming import (
     check_replay,
     damaged_round,
@@ -278,47 +278,42 @@ def record_metrics(committed: Committed, record: Callable[[str, float], None]) -
         record("ycore/replayed", 1.0)
 
 
+@dataclass
 class ReplayedRounds:
     """Rounds for TRL's trainer from the journal of another run, which is never changed: no engine, no reward runs."""
 
-    def __init__(
-        self,
-        run: Path,
-        *,
-        rank: int,
-        world: int,
-        group_size: int,
-        record: Callable[[str, float], None],
-    ) -> None:
-        self._run = run
-        self._folder = RunFolder(run).journal
-        self._group_size = group_size
-        self._record = record
-        self._journal = Journal(self._folder, rank=rank, world=world)
-        self.constraint_weights: list[float] | None = None
-        self.effective_share = 1.0
+    journal: Journal
+    _: KW_ONLY
+    group_size: int
+    record: Callable[[str, float], None]
+    constraint_weights: list[float] | None = None
+    effective_share: float = 1.0
+
+    @property
+    def run(self) -> Path:
+        return self.journal.folder.parent
 
     def check(self, *, steps: int, steps_per_round: int) -> None:
         """Raise RunFolderError where the journal lacks a round, of any rank, that this run will need."""
-        check_replay(self._run, self._folder)
+        check_replay(self.run, self.journal.folder)
         for step in range(0, steps, steps_per_round):
-            if self._journal.world_of(step) is None:
+            if self.journal.world_of(step) is None:
                 raise RunFolderError(
-                    f"the journal of {self._run} has no round of step {step}, and this run takes {steps} steps with a "
+                    f"the journal of {self.run} has no round of step {step}, and this run takes {steps} steps with a "
                     f"round every {steps_per_round}; say --steps {step}, or the batch of that run"
                 )
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """The round of this step, which `check` has found; ConfigError where it has another size."""
-        committed = self._journal.read(step)
+        committed = self.journal.read(step)
         assert committed is not None
         groups = committed.groups
         sizes = {len(group.completions) for group in groups}
-        if len(groups) != num_groups or sizes != {self._group_size}:
+        if len(groups) != num_groups or sizes != {self.group_size}:
             raise ConfigError(
-                f"the rounds of {self._run} are {len(groups)} groups of {max(sizes)} a rank, and this run takes "
-                f"{num_groups} of {self._group_size}; leave --prompts-per-step and --group-size as they were"
+                f"the rounds of {self.run} are {len(groups)} groups of {max(sizes)} a rank, and this run takes "
+                f"{num_groups} of {self.group_size}; leave --prompts-per-step and --group-size as they were"
             )
-        record_metrics(committed, self._record)
+        record_metrics(committed, self.record)
         self.constraint_weights = committed.state["constraints"]
         return groups

@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 
 from ycore.engine import Engine
 from ycore.errors import RunError
@@ -27,29 +28,25 @@ def collect(
     return metrics
 
 
+@dataclass(eq=False)
 class RoundMeter:
     """Counts completions and scores of this rank in the round under way, or in the last one."""
 
-    def __init__(
-        self,
-        engines: Sequence[Engine],
-        peers: Peers,
-        leftover_groups: Sized,
-        environments: Sequence[str] = (),
-    ) -> None:
-        self._engines = engines
-        self._peers = peers
-        self._leftover_groups = leftover_groups
-        self._environments = environments
-        self._bytes_reported = peers.bytes_sent
+    engines: Sequence[Engine]
+    peers: Peers
+    leftover_groups: Sized
+    environments: Sequence[str] = ()
+    requires_scores: bool = True  # a preflight reports a step without any
+
+    def __post_init__(self) -> None:
+        self._bytes_reported = self.peers.bytes_sent
         self._restarts_reported = 0
-        self.requires_scores = True  # a preflight reports a step without any
         self.begin()
 
     def begin(self) -> None:
         self.drawn = self.stale = self.num_tokens = self.num_masked = 0
         # Of all completions, then of those in each of several datasets or environments.
-        self.rewards: dict[str, list[float]] = {name: [] for name in ("", *self._environments)}
+        self.rewards: dict[str, list[float]] = {name: [] for name in ("", *self.environments)}
         self.problems: Counter[str] = Counter()
         self.generate_s = self.seconds = 0.0
         self._began = time.perf_counter()
@@ -63,7 +60,7 @@ class RoundMeter:
         self.num_tokens += group.num_written
         self.num_masked += totals.count(None)
         self.rewards[""] += known
-        if self._environments:
+        if self.environments:
             prompt = group.draw.prompt
             self.rewards[prompt.dataset or prompt.columns["environment"]] += known
         self.problems.update(
@@ -74,12 +71,12 @@ class RoundMeter:
         self.seconds = time.perf_counter() - self._began
 
     def take(self) -> Sequence[float]:
-        moved = self._peers.bytes_sent - self._bytes_reported
+        moved = self.peers.bytes_sent - self._bytes_reported
         self._bytes_reported += moved
-        restarts = sum(engine.restarts for engine in self._engines) - self._restarts_reported
+        restarts = sum(engine.restarts for engine in self.engines) - self._restarts_reported
         self._restarts_reported += restarts
         counts: list[float] = [self.num_tokens, self.num_masked, self.problems.total()]
-        counts += [self.drawn, len(self._leftover_groups), moved, restarts, self.stale]
+        counts += [self.drawn, len(self.leftover_groups), moved, restarts, self.stale]
         for rewards in self.rewards.values():
             # Exact, so that the order in which groups finish does not matter.
             counts += [math.fsum(rewards), len(rewards)]
@@ -118,7 +115,7 @@ class RoundMeter:
         `rate` is the expected yield, `syncs` whether engines are sent weights.
         """
         metrics = {"ycore/time/generate": self.generate_s, "ycore/sampling/yield": rate}
-        home = [engine for engine in self._engines if engine.is_home]
+        home = [engine for engine in self.engines if engine.is_home]
         if syncs and home:
             metrics["ycore/sync_proved"] = home[-1].verified_share
         return metrics

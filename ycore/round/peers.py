@@ -370,15 +370,15 @@ class RankEventLoop:
     async def _until_stopped(self, work: Awaitable[T]) -> T:
         """Return the work's result; Interrupted as soon as any rank is to stop."""
         task = asyncio.ensure_future(work)
-        watch = asyncio.ensure_future(self._watch(self.ends_at))
+        watch = asyncio.ensure_future(self._watch())
         async with ending([task, watch]):
             done, _ = await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task in done else watch.result()
 
-    async def _watch(self, stop: threading.Event) -> Any:
-        while not stop.is_set():
+    async def _watch(self) -> Any:
+        while not self.ends_at.is_set():
             if self._peers.stop_asked():
-                stop.set()
+                self.ends_at.set()
             await asyncio.sleep(LOOK_S)
         self._peers.ask_to_stop()
         raise Interrupted("interrupted while generating; the last finished step is kept")

@@ -43,9 +43,6 @@ from ycore.types import (
 _MEMORY = 0.5  # weight that a group keeps when the prompt's next one comes
 _PRIOR = 0.1  # groups that the first guess of a prompt counts for
 
-GroupLearned = tuple[int, float, float]
-"""The prompt's row, `chance_of` its group, and the group's mean reward."""
-
 
 def chance_of(totals_G: Sequence[float]) -> float:
     """The probability that another group of these rewards has two that differ, between 0 and 1.
@@ -115,8 +112,12 @@ class Curriculum:
         guess = 1.0 if self.guesses is None else self.guesses[row]
         return max(self.least, (seen.taught + _PRIOR * guess) / (seen.groups + _PRIOR))
 
-    def learn(self, groups: Iterable[GroupLearned]) -> None:
-        """Learn from the groups that the ranks wrote in a round, in an order that all ranks share."""
+    def learn(self, groups: Iterable[tuple[int, float, float]]) -> None:
+        """Learn from the groups that the ranks wrote in a round, in an order that all ranks share.
+
+        Args:
+            groups: the prompt's row, `chance_of` its group, and the group's mean reward.
+        """
         learned = list(groups)
         self._best = max([self._best, *(reward for _, _, reward in learned)])
         for row, chance, reward in learned:

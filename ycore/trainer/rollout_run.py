@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers
 from ycore.round.step import Controller
-from ycore.run.files import write_json_atomic
+from ycore.run.files import RunFolder, write_json_atomic
 from ycore.run.work import working
 from ycore.trainer.training_run import Checkpoints, RoundState, TrainingRun
 from ycore.trl.build import compute_dtype
@@ -42,7 +43,6 @@ class RolloutRun(TrainingRun):
         )
         if parts.sight is not None:
             self.trainer.open_image = parts.sight.store.open
-        self._peers = Peers(timeout_s=parts.config.collective_timeout_s)
         self.controller: Controller = self._make_controller()
         self.stop = self.controller.stop  # which also ends a round that is being generated
         self.checkpoints = self._take_rounds()
@@ -53,7 +53,7 @@ class RolloutRun(TrainingRun):
 
     def _make_controller(self) -> Controller:
         parts = self._parts
-        peers = self._peers
+        peers = Peers(timeout_s=parts.config.collective_timeout_s)
         model = self.trainer.bare_model  # which writes itself where there are no servers
         source = None
         if parts.config.engine.sync == "ipc":
@@ -80,19 +80,13 @@ class RolloutRun(TrainingRun):
     def _take_rounds(self) -> Checkpoints:
         """Let the trainer learn from the controller's rounds, or from those in another run's journal."""
         config = self._parts.config
-        peers = self._peers
         trainer = self.trainer
         if config.replay is None:
             trainer.rounds = self.controller
             prune = None if config.keep_journal else self._journal.prune
             return Checkpoints(self.home, trainer, RoundState(trainer, self.controller), prune)
-        rounds = ReplayedRounds(
-            Path(config.replay),
-            rank=peers.rank,
-            world=peers.world,
-            group_size=config.group_size,
-            record=trainer.record,
-        )
+        journal = replace(self._journal, folder=RunFolder(Path(config.replay)).journal)
+        rounds = ReplayedRounds(journal, group_size=config.group_size, record=trainer.record)
         rounds.check(steps=config.steps, steps_per_round=trainer.steps_per_round)
         trainer.rounds = rounds
         return Checkpoints(self.home, trainer, RoundState(trainer, None))

@@ -65,11 +65,11 @@ def _flatten_group(group: Group, open_image: Callable[[str], Any] | None) -> lis
     greedy_rewards = _values(group.greedy_scores_R or ())
     sequences = []
     for completion, scores in group.scored():
-        later = completion.sequences(())[1:]
+        first, *later = completion.sequences(group.draw.token_ids)
         sequences.append(
             FlatSequence(
                 row=row,
-                prompt_ids=list(group.prompt_ids(completion)),
+                prompt_ids=list(first.prompt_ids),
                 completion_ids=list(completion.token_ids),
                 logprobs=None if completion.logprobs is None else list(completion.logprobs),
                 mask=list(completion.mask) if completion.turns else None,

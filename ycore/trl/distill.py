@@ -11,7 +11,6 @@ policy reached it compares the whole distributions (GKD with tokens of the stude
 """
 
 import functools
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from ycore.errors import ConfigError
 from ycore.judge.declaration import teachers_of
 from ycore.models.fetch import fetch_named
 from ycore.trl.batches import Batch, loss_mask
-from ycore.trl.forward import Compare, has_plain_logits, score_tokens
+from ycore.trl.forward import Compare, add_outputs, has_plain_logits, score_places
 from ycore.trl.packing import IGNORE, path_of, use_segments
 from ycore.trl.policy_gradient import PolicyGradientTrainer
 
@@ -212,39 +211,28 @@ def add_teachers(
         policy: transformers' own model. The teachers stay outside of its modules: of no state dict, and of no rank's
             exchange of gradients.
     """
-    inner = policy.forward
 
-    @functools.wraps(getattr(inner, "__func__", inner))
-    def forward(self: Any, *args: Any, with_more: bool = False, **kwargs: Any) -> Any:
-        if not with_more:
-            return inner(*args, **kwargs)
-        labels = kwargs.pop("shift_labels")
-        kwargs.pop("fused_lm_head")
-        wanted = labels != IGNORE
-
-        def states_of(model: Any) -> Tensor:
-            states: Tensor = model.base_model(*args, **kwargs).last_hidden_state[wanted]
-            return states
-
+    def compared(*, shift_labels: Tensor, fused_lm_head: bool, **row: Any) -> dict[str, Tensor]:
+        wanted = shift_labels != IGNORE
         with torch.no_grad():
             other_heads = [
-                (states_of(teacher), teacher.get_output_embeddings()) for teacher in teachers
+                (
+                    teacher.base_model(**row).last_hidden_state[wanted],
+                    teacher.get_output_embeddings(),
+                )
+                for teacher in teachers
             ]
-        head = self.get_output_embeddings()
-        scores = score_tokens(
-            states_of(self),
-            head.weight,
-            head.bias,
-            labels[wanted],
+        return score_places(
+            policy.base_model(**row).last_hidden_state,
+            shift_labels,
+            policy.get_output_embeddings(),
+            ("log_probs", "entropy", *names),
             temperature=1.0,
             other_heads=other_heads,
             compare=compare,
         )
-        empty = torch.zeros(labels.shape, device=labels.device)
-        placed = (empty.masked_scatter(wanted, score) for score in scores)
-        return dict(zip(("log_probs", "entropy", *names), placed, strict=True))
 
-    policy.forward = types.MethodType(forward, policy)
+    add_outputs(policy, compared)
 
 
 def log_ratios(teacher_BT: Tensor, policy_BT: Tensor, mask_BT: Tensor) -> Tensor:

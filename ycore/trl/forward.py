@@ -305,23 +305,38 @@ def add_compact_head(
             assert labels is not None
             hidden = hidden[:, :-1]
             shift_labels = labels[:, 1:]
-        head = self.get_output_embeddings()
         wanted = shift_labels != IGNORE
-        scores = score_tokens(
-            hidden[wanted],
-            head.weight,
-            head.bias,
-            shift_labels[wanted],
-            temperature=temperature,
-            with_logits=with_logits,
+        names = ["log_probs", "entropy", *["mean_logits", "is_top1"] * with_logits]
+        head = self.get_output_embeddings()
+        outputs = score_places(
+            hidden, shift_labels, head, names, temperature=temperature, with_logits=with_logits
         )
-        names = ("log_probs", "entropy", "mean_logits", "is_top1")
-        placed = (
-            score.new_zeros(wanted.shape).masked_scatter(wanted, score) for score in scores
-        )
-        return FusedCausalLMOutput(label_mask=wanted, **dict(zip(names, placed, strict=False)))
+        return FusedCausalLMOutput(label_mask=wanted, **outputs)
 
     model.forward = types.MethodType(forward, model)
+
+
+def add_outputs(model: Any, more: Callable[..., dict[str, Tensor]]) -> None:
+    """Let `more` answer the calls of the model's forward with `with_more=True`, from their other arguments."""
+    inner = model.forward
+
+    @functools.wraps(getattr(inner, "__func__", inner))
+    def forward(self: Any, *args: Any, with_more: bool = False, **kwargs: Any) -> Any:
+        return (more if with_more else inner)(*args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def score_places(
+    hidden: Tensor, labels: Tensor, head: Any, names: Sequence[str], **options: Any
+) -> dict[str, Tensor]:
+    """Return `score_tokens` of hidden states (B, L, H) by these names, (B, L) each, 0 where there is no label."""
+    wanted = labels != IGNORE
+    scores = score_tokens(hidden[wanted], head.weight, head.bias, labels[wanted], **options)
+    return {
+        name: score.new_zeros(labels.shape).masked_scatter(wanted, score)
+        for name, score in zip(names, scores, strict=True)
+    }
 
 
 def score_tokens(

@@ -10,9 +10,7 @@ frozen, and the critic has every weight for itself.
 """
 
 import copy
-import functools
 import math
-import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,8 @@ from ycore.errors import ConfigError, RunError
 from ycore.run.claim import model_fingerprint
 from ycore.run.files import RunFolder, read_json
 from ycore.trl.base import bare
-from ycore.trl.forward import PaddedRows, packed_scores
+from ycore.trl.batches import Batch
+from ycore.trl.forward import PaddedRows, add_outputs, packed_scores
 from ycore.trl.grpo import TokenRewardTrainer
 from ycore.trl.policy_gradient import whole_sequences
 from ycore.trl.returns import (
@@ -129,19 +128,14 @@ def add_critic(policy: Any, *, value_range: tuple[float, float] | None = None) -
     backbone = copy.deepcopy(model.base_model, frozen)  # frozen parameters stay the very same
     width = model.config.get_text_config().hidden_size
     critic = Critic(backbone, width=width, value_range=value_range)
-    inner = policy.forward
+    score = policy.forward
     policy.add_module(NAME, critic.to(next(model.parameters()).device))
 
-    @functools.wraps(getattr(inner, "__func__", inner))
-    def forward(self: Any, *args: Any, with_more: bool = False, **kwargs: Any) -> Any:
-        outputs = inner(*args, **kwargs)
-        if not with_more:
-            return outputs
-        kwargs.pop("fused_lm_head", None)
+    def with_values(**row: Any) -> dict[str, Any]:
         # A plain dict: DDP builds the output again, which a class without a field for values refuses.
-        return {**outputs, **critic(**kwargs)}
+        return {**score(**row), **critic(**row)}
 
-    policy.forward = types.MethodType(forward, policy)
+    add_outputs(policy, with_values)
     policy.register_state_dict_post_hook(_leave_out)
     policy.register_load_state_dict_post_hook(_miss_nothing)
     return critic
@@ -266,7 +260,7 @@ class Trainer(TokenRewardTrainer):
 
     # -- the round: from scores to advantages and value targets -----------------------------------------------------
 
-    def _replaced_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def _replaced_advantages(self, batch: Batch) -> dict[str, Tensor]:
         """Advantages, old values and value targets, (B, T), fixed for all optimizer steps of the round."""
         settings = self._settings
         rewards, mask = self._token_rewards(batch)
@@ -295,12 +289,12 @@ class Trainer(TokenRewardTrainer):
             "value_mask": mask,
         }
 
-    def _values_of(self, batch: dict[str, Any]) -> Tensor:
+    def _values_of(self, batch: Batch) -> Tensor:
         """Values before each token, (B, T)."""
         ids, mask = whole_sequences(batch)
-        completions = batch["completion_ids"]
-        later_prompts = batch.get("later_prompt_lengths", torch.zeros_like(completions))
-        rows = PaddedRows(ids, mask, completions.size(1), later_prompts=later_prompts)
+        width = batch["completion_ids"].size(1)
+        later_prompts = batch.get("later_prompt_lengths")
+        rows = PaddedRows(ids, mask, width, later_prompts=later_prompts)
         with torch.no_grad(), self.accelerator.autocast():
             (values,) = packed_scores(
                 self.critic,
@@ -313,7 +307,7 @@ class Trainer(TokenRewardTrainer):
 
     # -- the loss ----------------------------------------------------------------------------------------------------
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
         """TRL's loss of the policy, and the critic's: the mean over the tokens of the whole step."""
         loss = super()._compute_loss(model, inputs)
         (values,) = self._more

@@ -10,11 +10,12 @@ from statistics import fmean, pstdev
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ycore.flow.flow_settings import Rule
 from ycore.types import number_from
 
-Velocity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Velocity = Callable[[Tensor, Tensor], Tensor]
 """From points and times to velocities."""
 
 MIN_STD = 1e-4
@@ -45,10 +46,10 @@ def window_of(seed: int, position: int, *, num_steps: int, length: int) -> int:
 class NoisyStep(NamedTuple):
     """A Gaussian's `mean` and `std` ([B, 1, 1, 1]), and the log-density of the point reached, summed over a picture."""
 
-    mean: torch.Tensor
-    std: torch.Tensor
+    mean: Tensor
+    std: Tensor
 
-    def logprob(self, point: torch.Tensor) -> torch.Tensor:
+    def logprob(self, point: Tensor) -> Tensor:
         densities = (
             -((point - self.mean) ** 2) / (2 * self.std**2)
             - self.std.log()
@@ -57,18 +58,16 @@ class NoisyStep(NamedTuple):
         return densities.flatten(1).sum(1)
 
 
-def euler_step(
-    x: torch.Tensor, v: torch.Tensor, now: torch.Tensor, then: torch.Tensor
-) -> torch.Tensor:
+def euler_step(x: Tensor, v: Tensor, now: Tensor, then: Tensor) -> Tensor:
     """Go from time `now` to the earlier time `then` without noise."""
     return x + v.float() * _per_picture(then - now)
 
 
 def sde_step(
-    x: torch.Tensor,
-    v: torch.Tensor,
-    now: torch.Tensor,
-    then: torch.Tensor,
+    x: Tensor,
+    v: Tensor,
+    now: Tensor,
+    then: Tensor,
     *,
     level: float,
     near_one: float,
@@ -91,7 +90,7 @@ def sde_step(
     return NoisyStep(mean, spread * (-dt).sqrt())
 
 
-def _per_picture(values: torch.Tensor) -> torch.Tensor:
+def _per_picture(values: Tensor) -> Tensor:
     return values.view(-1, 1, 1, 1)
 
 
@@ -115,9 +114,9 @@ class SamplingPath(NamedTuple):
 class DrawnPictures(NamedTuple):
     """Pictures, [B, C, H, W]; points of their steps with noise, [B, length + 1, C, H, W]; log-densities, [B, length]."""
 
-    pictures: torch.Tensor
-    points: torch.Tensor
-    logprobs: torch.Tensor
+    pictures: Tensor
+    points: Tensor
+    logprobs: Tensor
 
 
 def draw(
@@ -170,7 +169,7 @@ def draw(
     return DrawnPictures(x, points, logprobs)
 
 
-def noise_of(seed: int, shape: Sequence[int]) -> torch.Tensor:
+def noise_of(seed: int, shape: Sequence[int]) -> Tensor:
     """Return normal noise from a generator of its own on the CPU: the same in any batch and on any device."""
     return torch.randn(
         *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
@@ -196,23 +195,23 @@ def group_advantages(rewards: Sequence[Sequence[float | None]]) -> list[list[flo
     return advantages
 
 
-def noised(x0: torch.Tensor, noise: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+def noised(x0: Tensor, noise: Tensor, times: Tensor) -> Tensor:
     """Return the points at these times ([B]) on the straight lines from pictures to noise."""
     t = _per_picture(times)
     return (1 - t) * x0 + t * noise
 
 
 def nft_loss(
-    v: torch.Tensor,
-    v_old: torch.Tensor,
-    x: torch.Tensor,
-    x0: torch.Tensor,
-    times: torch.Tensor,
-    share: torch.Tensor,
+    v: Tensor,
+    v_old: Tensor,
+    x: Tensor,
+    x0: Tensor,
+    times: Tensor,
+    share: Tensor,
     *,
     b: float = 1.0,
     adaptive: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """Return DiffusionNFT's loss (arXiv 2509.16117, eq. 5 to 8), [B].
 
     With `share` r in [0, 1], how good a picture is, and `v+ = (1 - b) v_old + b v`, `v- = (1 + b) v_old - b v`:
@@ -222,7 +221,7 @@ def nft_loss(
     """
     t = _per_picture(times)
 
-    def error(velocity: torch.Tensor) -> torch.Tensor:
+    def error(velocity: Tensor) -> Tensor:
         miss = x - t * velocity - x0
         squares = (miss**2).flatten(1).mean(1)
         if not adaptive:
@@ -234,7 +233,7 @@ def nft_loss(
     return share * error(better) + (1 - share) * error(worse)
 
 
-def share_of(advantages: torch.Tensor) -> torch.Tensor:
+def share_of(advantages: Tensor) -> Tensor:
     """Return how good each picture is, in [0, 1]: 1/2 for the mean of its group."""
     return 0.5 + advantages.clamp(-1, 1) / 2
 
@@ -242,13 +241,13 @@ def share_of(advantages: torch.Tensor) -> torch.Tensor:
 class Clipped(NamedTuple):
     """Flow-GRPO's loss a picture, [B]; the ratio of the densities; whether the clip held it."""
 
-    loss: torch.Tensor
-    ratio: torch.Tensor
-    is_clipped: torch.Tensor
+    loss: Tensor
+    ratio: Tensor
+    is_clipped: Tensor
 
 
 def grpo_loss(
-    logprob: torch.Tensor, old_logprob: torch.Tensor, advantages: torch.Tensor, *, clip: float
+    logprob: Tensor, old_logprob: Tensor, advantages: Tensor, *, clip: float
 ) -> Clipped:
     """Return PPO's clipped loss of one step, with densities over all of a picture's values (arXiv 2505.05470, eq. 5).
 
@@ -260,12 +259,12 @@ def grpo_loss(
     return Clipped(-torch.minimum(free, clipped), ratio, clipped < free)
 
 
-def step_kl(step: NoisyStep, reference: NoisyStep) -> torch.Tensor:
+def step_kl(step: NoisyStep, reference: NoisyStep) -> Tensor:
     """Return the exact KL divergence of a step from the reference's: `|mean - mean_ref|^2 / (2 std^2)`, [B]."""
     distance = ((step.mean - reference.mean) ** 2).flatten(1).sum(1)
     return distance / (2 * step.std.flatten() ** 2)
 
 
-def velocity_penalty(v: torch.Tensor, v_reference: torch.Tensor) -> torch.Tensor:
+def velocity_penalty(v: Tensor, v_reference: Tensor) -> Tensor:
     """Return the mean of `(v - v_ref)^2` over a picture, [B]: a distance to the reference without densities."""
     return ((v - v_reference) ** 2).flatten(1).mean(1)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ycore.config.schema import a_fifth
 from ycore.errors import Interrupted, RunError
@@ -249,7 +250,7 @@ def path_of_rounds(config: FlowConfig, *, shift: float) -> SamplingPath:
     return SamplingPath(time_grid(flow.steps, shift=shift), flow.rule, flow.noise, length)
 
 
-def _with_prefix(weights: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def _with_prefix(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {
         name.removeprefix(prefix): weight
         for name, weight in weights.items()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 
 import torch
+from torch import Tensor, nn
 
 from ycore.flow.flow_math import (
     NoisyStep,
@@ -30,12 +31,12 @@ class Batch:
     """A round's pictures [B, C, H, W], points [B, length + 1, C, H, W] and log-densities [B, length] of their steps with
     noise; classes, first steps with noise, and advantages, all [B]."""
 
-    pictures: torch.Tensor
-    points: torch.Tensor
-    logprobs: torch.Tensor
-    classes: torch.Tensor
-    firsts: torch.Tensor
-    advantages: torch.Tensor
+    pictures: Tensor
+    points: Tensor
+    logprobs: Tensor
+    classes: Tensor
+    firsts: Tensor
+    advantages: Tensor
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -97,7 +98,7 @@ class Learner:
         names = {picture.kept for picture in pictures}
         files = {name: self.trajectories.get(name) for name in names}
 
-        def stacked(name: str) -> torch.Tensor:
+        def stacked(name: str) -> Tensor:
             return torch.stack([files[picture.kept][name][picture.row] for picture in pictures])
 
         classes = [group.draw.token_ids[0] for group in groups for _ in group.completions]
@@ -121,11 +122,11 @@ class Learner:
             for name, value in ({"loss": loss.item()} | measured).items():
                 sums[name] = sums.get(name, 0.0) + value
         weights = self.policy.trained.values()
-        norm = torch.nn.utils.clip_grad_norm_(weights, self.config.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(weights, self.config.max_grad_norm)
         self.optimizer.step()
         return sums | {"grad_norm": float(norm)}
 
-    def _nft(self, batch: Batch, seed: str) -> Iterator[tuple[torch.Tensor, dict[str, float]]]:
+    def _nft(self, batch: Batch, seed: str) -> Iterator[tuple[Tensor, dict[str, float]]]:
         """Yield the loss of each part of the batch, each at a time of its own, and what it adds to the metrics."""
         flow = self.config.flow
         size = len(batch)
@@ -160,7 +161,7 @@ class Learner:
                 measured["ycore/flow/velocity_gap"] = gap.sum().item() / size
             yield loss.sum() / size, measured
 
-    def _grpo(self, batch: Batch) -> Iterator[tuple[torch.Tensor, dict[str, float]]]:
+    def _grpo(self, batch: Batch) -> Iterator[tuple[Tensor, dict[str, float]]]:
         """Yield the loss of each part of the batch at each of its steps with noise, and what it adds to the metrics."""
         flow = self.config.flow
         length = self.path.length

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors.torch import load, save
+from torch import Tensor, nn
 
 from ycore.engine import Engine
 from ycore.engine.transformers_engine import Batches
@@ -47,7 +48,7 @@ from ycore.scoring.group_rewards import min_stds, total_reward, without_none
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Image, Prompt, Score, from_json
 
-Weights = Mapping[str, torch.Tensor]
+Weights = Mapping[str, Tensor]
 """The trained weights by name: the policy's, an older policy's, or the reference's."""
 
 _SCALE = 1000.0  # of times, as diffusers' networks take them
@@ -70,7 +71,7 @@ class FlowPolicy:
         }
         self.reference = self.copy()
 
-    def copy(self) -> dict[str, torch.Tensor]:
+    def copy(self) -> dict[str, Tensor]:
         """Copy the trained weights."""
         return {name: weight.detach().clone() for name, weight in self.trained.items()}
 
@@ -86,16 +87,16 @@ class FlowPolicy:
 
     def velocity(
         self,
-        x: torch.Tensor,
-        times: torch.Tensor,
-        classes: torch.Tensor,
+        x: Tensor,
+        times: Tensor,
+        classes: Tensor,
         weights: Weights | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return [B, C, H, W] in float32, at times [B] for classes [B]; with `weights` instead of the policy's own."""
         inputs = (x.to(self.device), times.to(self.device) * _SCALE)
         named = {"class_labels": classes.to(self.device), "return_dict": False}
         outputs = torch.func.functional_call(self.network, dict(weights or {}), inputs, named)
-        v: torch.Tensor = outputs[0].float()
+        v: Tensor = outputs[0].float()
         return v
 
     def save(self, root: Path) -> None:
@@ -141,7 +142,7 @@ class Trajectories:
 
     folder: Path
 
-    def put(self, tensors: Mapping[str, torch.Tensor]) -> str:
+    def put(self, tensors: Mapping[str, Tensor]) -> str:
         """Keep tensors, on the disk on return, and return their name."""
         data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
         name = hashlib.sha256(data).hexdigest()
@@ -149,9 +150,9 @@ class Trajectories:
         write_bytes_atomic(self.folder / name, data)
         return name
 
-    def get(self, name: str) -> dict[str, torch.Tensor]:
+    def get(self, name: str) -> dict[str, Tensor]:
         """Return the tensors; RunFolderError where they are gone or have changed."""
-        tensors: dict[str, torch.Tensor] = load(
+        tensors: dict[str, Tensor] = load(
             read_named(self.folder / name, way_out="resume from 0")
         )
         return tensors
@@ -254,7 +255,7 @@ class OnePicture(SingleTurnWriter):
 def draw_pictures(
     policy: FlowPolicy,
     path: SamplingPath,
-    classes: torch.Tensor,
+    classes: Tensor,
     seeds: Sequence[int],
     *,
     firsts: Sequence[int] = (),
@@ -262,14 +263,14 @@ def draw_pictures(
 ) -> DrawnPictures:
     """Draw a picture of each class, with `weights` instead of the policy's own; noise and steps are on the CPU."""
 
-    def velocity(x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+    def velocity(x: Tensor, times: Tensor) -> Tensor:
         return policy.velocity(x, times, classes, weights).cpu()
 
     with torch.no_grad():
         return draw(velocity, path, seeds, policy.folder.shape, firsts=firsts)
 
 
-def as_pil(values: torch.Tensor) -> Any:
+def as_pil(values: Tensor) -> Any:
     """Return a picture [C, H, W] in [-1, 1] as PIL has it, in grey or in colours of 8 bits."""
     from PIL import Image as Pillow
 
@@ -462,7 +463,7 @@ def contact_sheet(
     halves = []
     for weights in (policy.reference, None):
         pictures = draw_pictures(policy, path, labels, seeds, weights=weights).pictures
-        framed = torch.nn.functional.pad(pictures, (1, 1, 1, 1), value=-1.0)
+        framed = nn.functional.pad(pictures, (1, 1, 1, 1), value=-1.0)
         rows = framed.unflatten(0, (len(classes), _NUM_EACH))
         # Rows of pictures beneath each other: [C, rows * height, columns * width].
         halves.append(rows.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2))

@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import fsdp2_prepare_model
 from peft import PeftModel
 from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -157,7 +158,7 @@ class DurableTrainer(BaseTrainer):
                 "sync_ref_model moves a reference that a checkpoint must hold whole, and zero3 and fsdp2 cut it up; "
                 "take --accelerate zero2, or leave it out"
             )
-        self._losses: list[torch.Tensor] = []
+        self._losses: list[Tensor] = []
 
     def _save_more(self, checkpoint: Path) -> None:
         """The reference, if it follows the policy (`sync_ref_model`)."""
@@ -173,9 +174,9 @@ class DurableTrainer(BaseTrainer):
                 self.accelerator.unwrap_model(self.ref_model), Path(checkpoint) / REFERENCE
             )
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """transformers calls it for every micro-batch; the losses are checked once a step, to wait for one number."""
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        loss: Tensor = super().training_step(*args, **kwargs)
         self._losses.append(loss.detach())
         return loss
 
@@ -194,7 +195,7 @@ class DurableTrainer(BaseTrainer):
             self._stop(f"step {self.state.global_step + 1}: {name} is {value}")
 
 
-def shard_frozen(model: torch.nn.Module, accelerator: Any) -> torch.nn.Module:
+def shard_frozen(model: nn.Module, accelerator: Any) -> nn.Module:
     """Shard a frozen model by FSDP2 as accelerate shards the policy: by layers, with the weights that rank 0 has read.
 
     TRL's `prepare_fsdp` gathers it in one piece, and leaves the other ranks the empty weights that transformers gave them.
@@ -203,12 +204,12 @@ def shard_frozen(model: torch.nn.Module, accelerator: Any) -> torch.nn.Module:
     return fsdp2_prepare_model(accelerator, model).eval()
 
 
-def bare(model: torch.nn.Module) -> Any:
+def bare(model: nn.Module) -> Any:
     """transformers' own model, without adapters around it."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def _local(weight: torch.Tensor) -> torch.Tensor:
+def _local(weight: Tensor) -> Tensor:
     """This rank's part of a weight that FSDP2 shards; ZeRO-3 leaves the weight empty here."""
     return weight.to_local() if isinstance(weight, DTensor) else weight.detach()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ycore.types import Group, JsonObject, Prompt, Score, in_blocks, number_from
 
@@ -102,7 +103,7 @@ def _values(scores: Sequence[Score]) -> list[float]:
     return [math.nan if score.value is None else score.value for score in scores]
 
 
-def later_prompt_lengths(sequences: Sequence[FlatSequence], width: int) -> torch.Tensor | None:
+def later_prompt_lengths(sequences: Sequence[FlatSequence], width: int) -> Tensor | None:
     """(B, `width`): n at the first of n tokens that are the prompt of a later sequence; None where there is none."""
     if not any(sequence.later_prompts for sequence in sequences):
         return None
@@ -113,7 +114,7 @@ def later_prompt_lengths(sequences: Sequence[FlatSequence], width: int) -> torch
     return lengths_BT
 
 
-def token_lags(sequences: Sequence[FlatSequence], width: int, *, step: int) -> torch.Tensor:
+def token_lags(sequences: Sequence[FlatSequence], width: int, *, step: int) -> Tensor:
     """(B, `width`): the steps by which the version that wrote each token lags behind this one."""
     lags_BT = torch.zeros(len(sequences), width, dtype=torch.long)
     for row, sequence in zip(lags_BT, sequences, strict=True):
@@ -122,9 +123,9 @@ def token_lags(sequences: Sequence[FlatSequence], width: int, *, step: int) -> t
     return lags_BT
 
 
-def loss_mask(inputs: Batch) -> torch.Tensor:
+def loss_mask(inputs: Batch) -> Tensor:
     """(B, T), 1 at the tokens that are learned from, as in TRL's loss: neither padding nor the environment's."""
-    mask: torch.Tensor = inputs["completion_mask"]
+    mask: Tensor = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 

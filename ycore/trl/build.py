@@ -12,6 +12,7 @@ from peft.utils.transformers_weight_conversion import (
     _MODEL_TO_CONVERSION_PATTERN,
     _MOE_TARGET_MODULE_MAPPING,
 )
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -223,12 +224,12 @@ def _targets(settings: LoraSettings, model: Path) -> str | list[str]:
     linear = {
         name.rpartition(".")[2]
         for name, layer in skeleton.named_modules()
-        if isinstance(layer, torch.nn.Linear) and layer is not head
+        if isinstance(layer, nn.Linear) and layer is not head
     }
     return sorted(linear - mixture.keys())
 
 
-def refuse_lost_adapters(model: torch.nn.Module) -> None:
+def refuse_lost_adapters(model: nn.Module) -> None:
     """ConfigError where a layer has adapters that no engine and no merged model would have.
 
     The loss is computed from the output layer's own weight, without adapters. Where that is also the embedding's, an
@@ -248,7 +249,7 @@ def refuse_lost_adapters(model: torch.nn.Module) -> None:
             )
 
 
-def _store_trained_in_float32(model: torch.nn.Module) -> None:
+def _store_trained_in_float32(model: nn.Module) -> None:
     """bfloat16 loses small steps, and peft keeps a classifier's head in the base's dtype."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32 and parameter.numel():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -156,7 +156,7 @@ class Trainer(PolicyGradientTrainer):
 
     # -- the loss ----------------------------------------------------------------------------------------------------
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         """TRL's loss, and each teacher's exact divergence: the mean over the tokens of the whole step."""
         loss = super()._compute_loss(model, inputs)
         if not self.frozen_models:

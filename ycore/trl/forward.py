@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -68,7 +68,7 @@ class PaddedRows(NamedTuple):
 
 
 def packed_scores(
-    model: torch.nn.Module,
+    model: nn.Module,
     rows: PaddedRows,
     *,
     path: str | None,
@@ -98,7 +98,7 @@ def packed_scores(
 
 
 def _packed_pass(
-    model: torch.nn.Module,
+    model: nn.Module,
     rows: PaddedRows,
     part: slice,
     path: str,
@@ -209,12 +209,12 @@ def skip_absent_pictures(model: PreTrainedModel, token_ids: Sequence[int]) -> No
     model.base_model.register_forward_pre_hook(without, with_kwargs=True)
 
 
-def fuse_adapters(model: torch.nn.Module) -> None:
+def fuse_adapters(model: nn.Module) -> None:
     """Let plain LoRA layers on cores add to their base layer's output in place; the others stay peft's."""
     for layer in model.modules():
         if type(layer) is LoraLinear and len(layer.lora_A) == 1 and not layer.lora_variant:
             (name,) = layer.lora_A
-            if isinstance(layer.lora_dropout[name], torch.nn.Identity):
+            if isinstance(layer.lora_dropout[name], nn.Identity):
                 layer.forward = types.MethodType(_fused_forward, layer)
 
 
@@ -387,7 +387,7 @@ def score_tokens(
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    return torch.nn.functional.linear(hidden, weight, bias).float() / temperature
+    return nn.functional.linear(hidden, weight, bias).float() / temperature
 
 
 def _logit_statistics(logits: Tensor, targets: Tensor) -> list[Tensor]:
@@ -444,7 +444,7 @@ class _FrozenHead(torch.autograd.Function):
         slopes = []
         num_rows = max(1, CACHED // len(weight))
         for states, ids in zip(hidden.split(TILE), targets.split(TILE), strict=True):
-            projected = torch.nn.functional.linear(states, weight, bias)
+            projected = nn.functional.linear(states, weight, bias)
             probabilities = torch.empty_like(projected)
             for start in range(0, max(1, len(ids)), num_rows):
                 rows = slice(start, start + num_rows)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import PeftModel
+from torch import Tensor
 from torch.nn.functional import softplus
 from transformers import PreTrainedTokenizerBase
 from trl import (
@@ -136,7 +137,7 @@ class RewardModelTrainer(BaseTrainer, RewardTrainer):
         }
 
     @torch.no_grad()
-    def _held_out_margins(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _held_out_margins(self) -> tuple[Tensor, Tensor]:
         """Chosen minus rejected reward of every held-out pair of all ranks, and its soft label, 1 without one.
 
         Both are (N,) float32 on the CPU.

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ycore.errors import Interrupted
 
@@ -30,12 +31,12 @@ class Offload:
     """
 
     def __init__(
-        self, level: str, models: Iterable[torch.nn.Module] = (), *, of: str = "cuda"
+        self, level: str, models: Iterable[nn.Module] = (), *, of: str = "cuda"
     ) -> None:
         self._level = level
         self._device_type = of
         self._models = list(models)
-        self._hosts: dict[Any, torch.Tensor] = {}
+        self._hosts: dict[Any, Tensor] = {}
 
     @contextmanager
     def away(self, optimizer: Any, engine: Any = None) -> Iterator[None]:
@@ -84,7 +85,7 @@ class Offload:
             for key, value in state.items():
                 pages_itself = getattr(value, "is_paged", False)
                 if (
-                    isinstance(value, torch.Tensor)
+                    isinstance(value, Tensor)
                     and value.device.type == self._device_type
                     and not pages_itself
                 ):
@@ -99,7 +100,7 @@ class Offload:
 
     def _freeze_away(self) -> Restore:
         """Frozen weights never change, so their copies on the host are made once."""
-        moved: list[tuple[torch.nn.Parameter, torch.device]] = []
+        moved: list[tuple[nn.Parameter, torch.device]] = []
         for parameter in (weight for model in self._models for weight in model.parameters()):
             if (
                 parameter.requires_grad
@@ -118,7 +119,7 @@ class Offload:
 
         return restore
 
-    def _on_host(self, key: Any, value: torch.Tensor) -> torch.Tensor:
+    def _on_host(self, key: Any, value: Tensor) -> Tensor:
         host = self._hosts.get(key)
         if host is None or host.shape != value.shape or host.dtype != value.dtype:
             host = torch.empty_like(value, device="cpu", pin_memory=torch.cuda.is_available())

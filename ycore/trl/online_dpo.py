@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ycore.config.learners import OnlineDPOConfig
 from ycore.errors import ConfigError
@@ -49,7 +49,7 @@ class Trainer(PolicyGradientTrainer):
             "likelihood": config.constraints.likelihood,
         }
 
-    def _batch_loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+    def _batch_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of best and worst completions, in the place of GRPO's."""
         size = self.num_generations
         logps, _ = self._forward(model, batch)
@@ -130,7 +130,7 @@ def preference_losses(margins: Tensor, *, beta: float, kind: str) -> Tensor:
     """The losses of pairs, `dpo` or `ipo`."""
     if kind == "ipo":
         return (margins - 1 / (2 * beta)).square()
-    return -torch.nn.functional.logsigmoid(beta * margins)
+    return -nn.functional.logsigmoid(beta * margins)
 
 
 def ranking_losses(sums_PG: Tensor, num_tokens_PG: Tensor, totals_PG: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from trl import GRPOConfig, GRPOTrainer
 
@@ -91,7 +91,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
             settings["kl_in"] = config.kl_in
         return settings
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         beta = self.beta
         if self._kl_in_reward:  # or the same KL would count twice
             self.beta = 0.0
@@ -109,7 +109,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
             self._rewards = rewards = rewards.where(is_kept.unsqueeze(1), torch.nan)
         return rewards
 
-    def _batch_loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+    def _batch_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """TRL's loss, or one's own over the same forward.
 
         One by token is averaged over the tokens of the optimizer step, as TRL's `dapo`; a number over micro-batches.
@@ -257,9 +257,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         with torch.no_grad():
             return self._forward(self.model, batch, batch_size=size)[0]
 
-    def _forward(
-        self, model: torch.nn.Module, batch: Batch, **options: Any
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: nn.Module, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of a batch's completions, (B, T), by the forward of TRL's loss."""
         ids, mask = whole_sequences(batch)
         width = batch["completion_ids"].size(1)

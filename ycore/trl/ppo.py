@@ -307,7 +307,7 @@ class Trainer(TokenRewardTrainer):
 
     # -- the loss ----------------------------------------------------------------------------------------------------
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         """TRL's loss of the policy, and the critic's: the mean over the tokens of the whole step."""
         loss = super()._compute_loss(model, inputs)
         (values,) = self._more
@@ -339,18 +339,18 @@ class Trainer(TokenRewardTrainer):
                 optimizer.add_param_group({**group, "params": of_critic, "lr": rate})
         return optimizer
 
-    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
         """transformers calls it before the optimizer's step: each of the two is clipped by its own norm."""
         self._warm_up()
         parameters = self.critic.trained.values()
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm))
+        norm = float(nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm))
         self._refuse(norm, "the norm of the critic's gradient")
         self.record("ycore/critic/grad_norm", norm)
         return self.accelerator.clip_grad_norm_(
             self._policy_parameters, self.args.max_grad_norm
         )
 
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         self._warm_up()
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.utils import gather, send_to_device, set_seed
-from torch import Tensor
+from torch import Tensor, nn
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import (
@@ -81,7 +81,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     skips_equal_rewards = True
     """Whether a step of groups of equal rewards has no gradient; a critic and rewards of single tokens have one."""
 
-    frozen_models: Sequence[torch.nn.Module] = ()
+    frozen_models: Sequence[nn.Module] = ()
     """Models that the trainer holds beside policy and reference."""
 
     open_image: Callable[[str], Any] | None = None
@@ -416,7 +416,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             self.is_deepspeed_enabled or self.is_fsdp_enabled
         )
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         """TRL computes the loss from the batch; ycore lets its forward fill in the correction and the reference.
 
         Where no group has an advantage, the gradient is zero without a forward; the optimizer's step is what it would
@@ -441,13 +441,13 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         finally:
             self._micro_batch = None
 
-    def _batch_loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+    def _batch_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         loss: Tensor = super()._compute_loss(model, batch)
         return loss
 
     def _get_per_token_logps_and_entropies(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,

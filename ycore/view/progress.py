@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -83,22 +84,18 @@ def look_at_nothing() -> Scene:
     return Scene(Activity(), 0.0, is_over=True, step_began=None, step_ended=None)
 
 
+@dataclass(eq=False)
 class RunView:
     """A renderable of rich; its arguments are those of `open_progress`: `view.add(row); console.print(view)`."""
 
-    def __init__(
-        self,
-        num_steps: int | None,
-        *,
-        unit: str = "step",
-        look: Look = look_at_nothing,
-        first_step: int = 0,
-    ) -> None:
-        self._num_steps = num_steps
-        self._first_step = first_step
-        self._unit = unit
-        self._look = look
-        self._clock = TimeLeft(num_steps)
+    num_steps: int | None
+    _: KW_ONLY
+    unit: str = "step"
+    look: Look = look_at_nothing
+    first_step: int = 0
+
+    def __post_init__(self) -> None:
+        self._clock = TimeLeft(self.num_steps)
         self._time_left = ""
         self._last: Row = {}
         self._evaluated: Row = {}
@@ -124,25 +121,23 @@ class RunView:
     @property
     def has_begun(self) -> bool:
         """Whether there is anything to show: a row, or a first step under way."""
-        return bool(self._last) or self._look().has_begun
+        return bool(self._last) or self.look().has_begun
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
         width = options.max_width
         yield self._head(width)
-        yield _block(self._lines() + self._scene_lines(self._look()), width)
+        yield _block(self._lines() + self._scene_lines(self.look()), width)
 
     def _head(self, width: int) -> Text:
         """Return `step 3/10  ━━━━━━────────  1 min 10 s left`."""
-        step = int(number(self._last, "step") or self._first_step)
-        head = f"{self._unit} {step}" + (
-            "" if self._num_steps is None else f"/{self._num_steps}"
-        )
+        step = int(number(self._last, "step") or self.first_step)
+        head = f"{self.unit} {step}{total_of(self.num_steps)}"
         columns = min(_MAX_BAR, width - len(head) - len(self._time_left) - 4)
         bar = ""
-        if self._num_steps and columns > 0:
-            bar = progress_bar(min(1.0, step / self._num_steps), columns)
+        if self.num_steps and columns > 0:
+            bar = progress_bar(min(1.0, step / self.num_steps), columns)
         return Text("  ").join(
             part for part in (Text(head), Text(bar, "green"), Text(self._time_left)) if part
         )
@@ -179,6 +174,11 @@ class RunView:
             lines.append((name, "   ".join(slots[place]) or "idle"))
         num_more = len(slots) - len(places)
         return [*lines, ("", f"and {num_more} more")] if num_more else lines
+
+
+def total_of(num_steps: int | None) -> str:
+    """Return what follows the number of a step, such as `/10`; nothing where nobody knows how many there will be."""
+    return "" if num_steps is None else f"/{num_steps}"
 
 
 def _block(lines: Sequence[Line], width: int) -> Table:
@@ -260,31 +260,31 @@ def open_progress(
     if not stream.isatty():
         return PlainProgress(num_steps, unit, stream, look)
     view = RunView(num_steps, unit=unit, look=look, first_step=first_step)
-    return LiveProgress(view, stream, look)
+    return LiveProgress(view, stream)
 
 
+@dataclass(eq=False)
 class PlainProgress:
     """One line a step, for logs and pipes. Whatever a model, a dataset or a reward wrote is shown as data.
 
     With `look`, a line that begins with `now` says what goes on where nothing was printed for 5 s.
     """
 
-    def __init__(
-        self, num_steps: int | None, unit: str, stream: TextIO, look: Look = look_at_nothing
-    ) -> None:
-        self._unit = unit
-        self._total = "" if num_steps is None else f"/{num_steps}"
-        self._stream = stream
-        self._look = look
-        self._clock = TimeLeft(num_steps)
+    num_steps: int | None
+    unit: str
+    stream: TextIO
+    look: Look = look_at_nothing
+
+    def __post_init__(self) -> None:
+        self._clock = TimeLeft(self.num_steps)
         self._step = 0
         self._pulse: Pulse | None = None
-        if look is not look_at_nothing:
-            self._pulse = Pulse(stream, self.now).__enter__()
+        if self.look is not look_at_nothing:
+            self._pulse = Pulse(self.stream, self.now).__enter__()
 
     def say(self, line: str) -> None:
         """Print a line about the run as a whole: engines starting, a model being fetched."""
-        print(printable(line), file=self._stream, flush=True)
+        print(printable(line), file=self.stream, flush=True)
         if self._pulse is not None:
             self._pulse.end_silence(time.monotonic())
 
@@ -292,30 +292,31 @@ class PlainProgress:
         """Print one row of metrics.jsonl."""
         if "step" in row:
             self._step = int(number(row, "step") or 0)
-            head = f"{self._unit} {row['step']}{self._total}"
-            for line in step_lines(head, row, self._clock.after(row)):
+            for line in step_lines(self._head(), row, self._clock.after(row)):
                 self.say(line)
 
     def now(self) -> str:
         """Return what goes on; nothing once the run is over."""
-        scene = self._look()
+        scene = self.look()
         is_in_step = scene.step_began is not None and scene.work is None and not scene.is_over
-        head = f"after {self._unit} {self._step}{self._total}, "
-        return (head if self._step and is_in_step else "") + scene.now()
+        head = f"after {self._head()}, " if self._step and is_in_step else ""
+        return head + scene.now()
+
+    def _head(self) -> str:
+        return f"{self.unit} {self._step}{total_of(self.num_steps)}"
 
     def close(self) -> None:
         if self._pulse is not None:
             self._pulse.__exit__()
             self._pulse = None
-        self._stream.flush()
+        self.stream.flush()
 
 
 class LiveProgress:
     """The live view, redrawn twice a second beneath the lines about the run as a whole."""
 
-    def __init__(self, view: RunView, stream: TextIO, look: Look) -> None:
+    def __init__(self, view: RunView, stream: TextIO) -> None:
         self._view = view
-        self._look = look
         self._quiet = quiet().__enter__()
         self._spinner = Spinner("dots")
         self._console = Console(file=stream)
@@ -328,7 +329,7 @@ class LiveProgress:
 
     def _renderable(self) -> RenderableType:
         """Return the view; before, a row on what starts."""
-        if self._view.has_begun or not (words := self._look().now()):
+        if self._view.has_begun or not (words := self._view.look().now()):
             return self._view
         row: RenderableType = spinning_row(self._spinner, words, columns=self._console.width)
         return row

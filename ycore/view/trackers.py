@@ -113,11 +113,11 @@ def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, 
 
     The figures are named as those of evaluations in a run.
     """
-    rows = _evaluated_completions(folder)
-    numbers = {f"eval/{name}": value for name, value in figures.items()}
     if wandb := _wandb(_tracker_names(config)):
+        rows = _evaluated_completions(folder)
         with _tolerate_failure():
             _open(wandb, config, folder)
+            numbers = {f"eval/{name}": value for name, value in figures.items()}
             wandb.log(numbers | {"eval/completions": _as_table(wandb, rows)})
             wandb.finish()
 
@@ -149,7 +149,7 @@ def _set_wandb_variables(config: BaseConfig, folder: RunFolder) -> None:
     os.environ.setdefault("WANDB_RUN_ID", folder.run_id)
     os.environ.setdefault("WANDB_RESUME", "allow")
     os.environ.setdefault("WANDB_JOB_TYPE", "eval" if config.algorithm == "eval" else "train")
-    os.environ["WANDB_TAGS"] = ",".join(_tags(folder))
+    os.environ["WANDB_TAGS"] = ",".join(_tags(config))
 
 
 def _settings(folder: RunFolder) -> JsonObject:
@@ -169,11 +169,10 @@ def _settings(folder: RunFolder) -> JsonObject:
     return plain | {f"ycore/{key}": value for key, value in record.items()}
 
 
-def _tags(folder: RunFolder) -> list[str]:
+def _tags(config: BaseConfig) -> list[str]:
     """Return the user's own tags, algorithm and model."""
-    config = read_json(folder.config).get("config", {})
-    model = Path(config.get("model", "")).name
-    tags = [*os.environ.get("WANDB_TAGS", "").split(","), config.get("algorithm", ""), model]
+    own_tags = os.environ.get("WANDB_TAGS", "").split(",")
+    tags = [*own_tags, config.algorithm, Path(config.model).name]
     shortened = [tag.replace(",", " ").strip()[:_MAX_TAG] for tag in tags]
     return list(dict.fromkeys(filter(None, shortened)))
 

@@ -10,7 +10,7 @@ import pytest
 from ycore_cli.main import run
 
 from tests.tiny_model import write_tiny_model
-from ycore.evaluation.preflight import PreflightMeasurements, preflight_verdict
+from ycore.evaluation.preflight import PreflightMeasurements, PromptLengths, preflight_verdict
 from ycore.models.names import HubAnswer
 from ycore.run.files import TRACKER_GROUP
 
@@ -90,7 +90,7 @@ def test_a_sampled_completion_is_printed_as_data(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = PreflightMeasurements(
-        group_size=4, max_tokens=8, context=64, num_prompts=4, rewards=(0.0, 1.0)
+        4, 8, 64, PromptLengths(4, 1, 0, 0, 56), num_prompts=4, rewards=(0.0, 1.0)
     )
     result: dict[str, Any] = {
         "preflight": asdict(measured),

@@ -21,6 +21,7 @@ from ycore.config.schema import (
 )
 from ycore.evaluation.preflight import (
     PreflightMeasurements,
+    PromptLengths,
     add_groups,
     preflight_verdict,
     samples_of,
@@ -121,7 +122,7 @@ def group(*completions: tuple[float | None, str]) -> Group:
 
 def test_what_groups_say() -> None:
     groups = [group((1.0, "stop"), (0.0, "length")), group((0.5, "stop"), (0.5, "stop"))]
-    empty = PreflightMeasurements(group_size=2, max_tokens=8, context=64)
+    empty = PreflightMeasurements(2, 8, 64, PromptLengths(1, 1, 0, 0, 56))
     rules = Rules(group_size=2, seed=0, reward_weights=(1.0, 0.5))
     measured = add_groups(empty, groups, rules, ("a", "b"))
     assert (measured.truncated, measured.equal, measured.masked) == (0.25, 0.5, 0.0)
@@ -138,7 +139,7 @@ def test_what_groups_say() -> None:
 def test_the_groups_that_teach_are_those_of_the_run() -> None:
     """Rewards that hardly deviate do not teach, and equal ones do where one completion breaks a constraint."""
     groups = [group((1.0, "stop"), (0.98, "stop"))]
-    empty = PreflightMeasurements(group_size=2, max_tokens=8, context=64)
+    empty = PreflightMeasurements(2, 8, 64, PromptLengths(1, 1, 0, 0, 56))
     rules = Rules(group_size=2, seed=0, reward_weights=(1.0, 0.0))
     assert add_groups(empty, groups, rules, ("a", "b")).equal == 0.0
     coarse = replace(rules, min_stds_R=(0.05, 0.0))

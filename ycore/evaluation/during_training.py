@@ -37,6 +37,7 @@ from ycore.round.step import Controller
 from ycore.run.files import RunFolder, read_json, sync, write_json_atomic
 from ycore.run.metrics import STEP_SECONDS, is_evaluation, read_metrics
 from ycore.run.work import working
+from ycore.types import JsonObject
 
 _RECORD = "evaluation.json"  # in the folder of the best model: its step and figures
 
@@ -73,7 +74,7 @@ class Evaluation(TrainerCallback, ABC):
         self._config = config
         self._folder = run.home
         self._measures = measures
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[JsonObject] = []
 
     @abstractmethod
     def _figures(self, step: int) -> dict[str, float]:
@@ -139,7 +140,7 @@ class Evaluation(TrainerCallback, ABC):
             self._run.ended_early = why_stop(self._rows, self._config)
         return self._run.ended_early is not None
 
-    def _row(self, step: int) -> dict[str, Any]:
+    def _row(self, step: int) -> JsonObject:
         """Return what decisions read of a step: the leader's seconds, which metrics.jsonl has, on every rank."""
         seconds = self._run.sum_over_ranks(self._run.leads * self._run.last_step_s)
         return {"step": step, STEP_SECONDS[0]: seconds}
@@ -221,7 +222,7 @@ class RolloutEvaluation(Evaluation):
         ):
             self._controller.run(self._held_out.scoring.start(timeout_s=timeout_s))
 
-    def _row(self, step: int) -> dict[str, Any]:
+    def _row(self, step: int) -> JsonObject:
         return super()._row(step) | {"ycore/skipped": float(not self._run.trainer.has_gradient)}
 
     def _log_with_step(self, figures: dict[str, float]) -> None:

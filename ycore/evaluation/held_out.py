@@ -139,11 +139,10 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
         sums[f"rewards/{name}"] = (sum(values), len(values))
     is_right = [(scores[0].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR]
     constraints = constraints_of(config)
-    keeps_all = [
-        all(constraint.is_broken(rewards) is False for constraint in constraints)
-        for rewards in group.rewards_GR
+    right_and_kept = [
+        right and all(constraint.is_broken(rewards) is False for constraint in constraints)
+        for right, rewards in zip(is_right, group.rewards_GR, strict=True)
     ]
-    right_and_kept = [right and kept for right, kept in zip(is_right, keeps_all, strict=True)]
     num_right = {"pass": sum(is_right), "cot-pass": sum(right_and_kept)}
     for name in figure_names(config)[len(sums) :]:
         kind, k = name.split("@")

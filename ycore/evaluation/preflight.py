@@ -77,6 +77,7 @@ class PreflightMeasurements:
     group_size: int
     max_tokens: int
     context: int
+    prompts: PromptLengths
     num_prompts: int = 0
     truncated: float = 0.0
     equal: float = 0.0
@@ -86,7 +87,6 @@ class PreflightMeasurements:
     means: Mapping[str, float | None] = field(default_factory=dict)
     generate_s: float = 0.0
     reward_s: float = 0.0
-    prompts: PromptLengths | None = None
     judges: JudgeCalls | None = None
 
 
@@ -267,16 +267,14 @@ def _level(value: float, warns: float, stops: float = float("inf")) -> Level | N
 
 def _judge_inputs(measured: PreflightMeasurements) -> Iterator[Finding]:
     prompts = measured.prompts
-    if prompts is not None:
-        needed = prompts.longest + measured.max_tokens
-        yield Finding(
-            "stops" if prompts.too_long else None,
-            f"{prompts.too_long} of {prompts.rows} prompts are longer than the {prompts.room} tokens that fit beside a "
-            f"completion; the longest, row {prompts.longest_row}, has {prompts.longest}",
-            f"leave them out, lower --max-tokens, or --set engine.max_model_len={needed}",
-        )
-    longest_prompt = 0 if measured.prompts is None else measured.prompts.longest
-    longer = min(4 * measured.max_tokens, measured.context - longest_prompt)
+    needed = prompts.longest + measured.max_tokens
+    yield Finding(
+        "stops" if prompts.too_long else None,
+        f"{prompts.too_long} of {prompts.rows} prompts are longer than the {prompts.room} tokens that fit beside a "
+        f"completion; the longest, row {prompts.longest_row}, has {prompts.longest}",
+        f"leave them out, lower --max-tokens, or --set engine.max_model_len={needed}",
+    )
+    longer = min(4 * measured.max_tokens, measured.context - prompts.longest)
     way_out = "ask for a shorter answer (--system-prompt), or raise engine.max_model_len"
     if longer > measured.max_tokens:
         way_out = f"--max-tokens {longer}"
@@ -290,7 +288,7 @@ def _judge_inputs(measured: PreflightMeasurements) -> Iterator[Finding]:
 def _judge_rewards(measured: PreflightMeasurements) -> Iterator[Finding]:
     judges = measured.judges
     rewards = measured.rewards
-    if judges is not None and judges.calls:
+    if judges is not None:
         share = judges.unreadable / judges.calls
         yield Finding(
             _level(share, UNREADABLE_WARNS, UNREADABLE_STOPS),

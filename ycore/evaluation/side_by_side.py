@@ -8,12 +8,13 @@ kept. Where the interval is above 0 or below it, the models differ by more than 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ycore.evaluation.held_out import RIGHT_FROM, mean_of_known, with_interval
 from ycore.scoring.group_rewards import weighted_sum
+from ycore.types import JsonObject, Record
 
 COMPARISON = "comparison.json"
 
@@ -25,23 +26,20 @@ class PromptResult(NamedTuple):
     right: float
 
 
-Figures = Mapping[str, Any]
 Results = Mapping[int, PromptResult]
 """By row of the dataset."""
 
 
 def read_evaluation(folder: Path, weights: Sequence[float]) -> Results:
     """Read what `ycore eval` wrote in `completions.jsonl`, with these weights of the rewards."""
-    by_row: dict[int, list[dict[str, Any]]] = {}
+    by_row: dict[int, list[Record]] = {}
     for line in (folder / "completions.jsonl").read_text(encoding="utf-8").splitlines():
         completion = json.loads(line)
         by_row.setdefault(completion["row"], []).append(completion)
     return {row: _summarise(completions, weights) for row, completions in by_row.items()}
 
 
-def _summarise(
-    completions: Sequence[Mapping[str, Any]], weights: Sequence[float]
-) -> PromptResult:
+def _summarise(completions: Sequence[Record], weights: Sequence[float]) -> PromptResult:
     rewards = [completion["rewards"] for completion in completions]
     num_right = sum((values[0] or 0.0) >= RIGHT_FROM for values in rewards)
     return PromptResult(
@@ -50,7 +48,7 @@ def _summarise(
     )
 
 
-def difference(first: Results, second: Results) -> dict[str, Any]:
+def difference(first: Results, second: Results) -> JsonObject:
     """Return `second` less `first`: `reward` and `pass@1`, each with `/low` and `/high`, and `num_prompts` of both."""
     rows = sorted(first.keys() & second.keys())
     rewards = [(first[row].reward, second[row].reward) for row in rows]
@@ -58,14 +56,14 @@ def difference(first: Results, second: Results) -> dict[str, Any]:
         "reward": [b - a for a, b in rewards if a is not None and b is not None],
         "pass@1": [second[row].right - first[row].right for row in rows],
     }
-    result: dict[str, Any] = {"num_prompts": len(rows)}
+    result: JsonObject = {"num_prompts": len(rows)}
     for name, differences in values.items():
         result |= with_interval(name, np.array(differences), np.ones(len(differences)))
     return result
 
 
 def table_lines(
-    summaries: Mapping[str, Figures], differences: Mapping[str, Figures]
+    summaries: Mapping[str, Record], differences: Mapping[str, Record]
 ) -> list[list[str]]:
     """Return a table: a column for each model, a row for each figure with an interval, and for each difference."""
     table = [["", *summaries]]
@@ -82,7 +80,7 @@ def table_lines(
     return table
 
 
-def _cell(values: Figures, name: str, sign: str = "") -> str:
+def _cell(values: Record, name: str, sign: str = "") -> str:
     if name not in values:
         return ""
     mean, low, high = (

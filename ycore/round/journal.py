@@ -20,7 +20,6 @@ from ycore.round.peers import GroupSummary, deal_groups
 from ycore.round.sampling import Shard
 from ycore.run.files import make_folder
 from ycore.run.resuming import (
-    check_replay,
     damaged_round,
     drop_rounds,
     read_round,
@@ -289,17 +288,12 @@ class ReplayedRounds:
     constraint_weights: list[float] | None = None
     effective_share: float = 1.0
 
-    @property
-    def run(self) -> Path:
-        return self.journal.folder.parent
-
     def check(self, *, steps: int, steps_per_round: int) -> None:
         """Raise RunFolderError where the journal lacks a round, of any rank, that this run will need."""
-        check_replay(self.run, self.journal.folder)
         for step in range(0, steps, steps_per_round):
             if self.journal.world_of(step) is None:
                 raise RunFolderError(
-                    f"the journal of {self.run} has no round of step {step}, and this run takes {steps} steps with a "
+                    f"{self.journal.folder} has no round of step {step}, and this run takes {steps} steps with a "
                     f"round every {steps_per_round}; say --steps {step}, or the batch of that run"
                 )
 
@@ -311,7 +305,7 @@ class ReplayedRounds:
         sizes = {len(group.completions) for group in groups}
         if len(groups) != num_groups or sizes != {self.group_size}:
             raise ConfigError(
-                f"the rounds of {self.run} are {len(groups)} groups of {max(sizes)} a rank, and this run takes "
+                f"the rounds of {self.journal.folder} are {len(groups)} groups of {max(sizes)} a rank, and this run takes "
                 f"{num_groups} of {self.group_size}; leave --prompts-per-step and --group-size as they were"
             )
         record_metrics(committed, self.record)

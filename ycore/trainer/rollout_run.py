@@ -85,7 +85,9 @@ class RolloutRun(TrainingRun):
             trainer.rounds = self.controller
             prune = None if config.keep_journal else self._journal.prune
             return Checkpoints(self.home, trainer, RoundState(trainer, self.controller), prune)
-        journal = replace(self._journal, folder=RunFolder(Path(config.replay)).journal)
+        journal = replace(
+            self._journal, folder=RunFolder(Path(config.replay).expanduser()).journal
+        )
         rounds = ReplayedRounds(journal, group_size=config.group_size, record=trainer.record)
         rounds.check(steps=config.steps, steps_per_round=trainer.steps_per_round)
         trainer.rounds = rounds

@@ -30,20 +30,15 @@ NOTHING = Completion((), (), "", ABORTED, 0)
 
 @dataclass
 class CarryMeter(CountMeter):
-    """`tokens` are those that `carried` completions had when they were interrupted."""
+    """`tokens` are those that the carried `completions` had when they were interrupted."""
 
     groups: float = 0
-    carried: float = 0
+    completions: float = 0
     tokens: float = 0
     dropped: float = 0
 
     def summary(self) -> Mapping[str, float]:
-        return {
-            "ycore/carried/groups": self.groups,
-            "ycore/carried/completions": self.carried,
-            "ycore/carried/tokens": self.tokens,
-            "ycore/carried/dropped": self.dropped,
-        }
+        return {f"ycore/carried/{name}": count for name, count in vars(self).items()}
 
 
 @dataclass(eq=False)
@@ -117,7 +112,7 @@ class InFlight:
             if completion.finish_reason == ABORTED and num_tokens >= limit:
                 completion = replace(completion, finish_reason="length")
             if completion.finish_reason == ABORTED and num_tokens:
-                self.meter.carried += 1
+                self.meter.completions += 1
                 self.meter.tokens += num_tokens
             if not self.streams:
                 self._begun[seed] = completion

@@ -68,7 +68,7 @@ class RolloutRun(TrainingRun):
             peers=peers,
             share_weights=self._share_weights if parts.kind.has_servers else None,
             journal=self._journal,
-            slots=parts.rank.slots(engines),
+            slots=parts.slots(engines),
         )
         controller.record = self.trainer.record
         if isinstance(controller.writer, AgentWriter):

@@ -76,7 +76,14 @@ def test_tags_that_are_special_tokens_are_seen(
     )
     token_ids = tuple(tokenizer(written, add_special_tokens=False)["input_ids"])
     nothing: Any = None
-    parts = Assembly(nothing, nothing, nothing, tokenizer, nothing, nothing)
+    parts = Assembly(
+        folder=nothing,
+        config=nothing,
+        started=nothing,
+        tokenizer=tokenizer,
+        prompts=nothing,
+        dialogues=nothing,
+    )
     engine_text = tokenizer.decode(token_ids, skip_special_tokens=True)
     completion = parts.with_thinking(
         Completion(token_ids, None, engine_text, "stop", policy_version=0), (2,)

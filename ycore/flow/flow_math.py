@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ycore.flow.flow_settings import Rule
 from ycore.types import number_from
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
@@ -95,10 +94,11 @@ def _per_picture(values: Tensor) -> Tensor:
 
 
 class SamplingPath(NamedTuple):
-    """How pictures are drawn: by `rule` at these times, with noise in `length` steps; the others are Euler's."""
+    """How pictures are drawn: by `rule`, as in `FlowSettings`, at these times; `length` steps have noise, the others are
+    Euler's."""
 
     times: tuple[float, ...]
-    rule: Rule = "ode"
+    rule: str = "ode"
     level: float = 0.0
     length: int = 0
 

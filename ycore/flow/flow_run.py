@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ycore.config.schema import a_fifth
 from ycore.errors import Interrupted, RunError
 from ycore.evaluation.held_out import is_due, row_figures
 from ycore.flow.flow_inputs import FlowFolder, load_conditions
@@ -121,8 +120,7 @@ class FlowRun:
             if self.stop.is_set():
                 raise Interrupted(f"stopped after step {self._step}")
             self._take_step()
-            every = config.checkpoint_every or a_fifth(config.steps)
-            if self._step % every == 0 or self._step == config.steps:
+            if is_due(self._step, config.checkpoint_every, config.steps):
                 self.save_checkpoint()
         self._finish()
 

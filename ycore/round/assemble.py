@@ -1,86 +1,40 @@
 """From a run's folder to the parts of its controller: prompts, engines, scorers, slots."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self, TypeVar
 
-from pydantic import TypeAdapter
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ycore.config.resolve import read_config, require_rollouts
-from ycore.config.schema import Offload, RunConfig
+from ycore.config.schema import RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
-from ycore.engine import NEVER, Engine, SamplingParams, WeightSource
-from ycore.engine.kinds import KINDS, EngineKind
-from ycore.engine.server import KEEP, Server, SleepingEngine, SleepTogether, restart_timeout_s
-from ycore.engine.sight import Sight, image_token_ids, load_sight
+from ycore.engine import Engine
+from ycore.engine.sight import load_sight
 from ycore.errors import DataError
-from ycore.placement.allocator import Allocator
-from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
-from ycore.placement.service import RemoteAllocator, home_rank
-from ycore.placement.slots import Sleeper, Slots
+from ycore.placement.slots import Slots
 from ycore.rollout.writers import RunDialogues, build_writer
 from ycore.round.ahead import controller_of
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
+from ycore.round.rank_engines import EngineList, RankEngines
 from ycore.round.sampling import DrawSource, Rules, Shard, rules_of
 from ycore.round.step import Controller, ShareWeights
-from ycore.run.files import ALLOCATOR, ImageStore, RunFolder, read_json
-from ycore.run.reports import this_rank
-from ycore.run.trace import TraceWriter
+from ycore.run.files import ImageStore, RunFolder
 from ycore.scoring.judge_scorer import judge_questions
 from ycore.scoring.scorers import build_scoring
-from ycore.scoring.scoring import Policy, ScorerEngines, Scoring, scorer_servers
+from ycore.scoring.scoring import Policy, Scoring
 from ycore.types import THOUGHT_TAG, Completion, Prompt, opens_thinking
 
-S = TypeVar("S")
-_DEFAULT_CAPACITY = 64
-"""Requests of a role that a slot takes at once, where the engines' own limit is not known."""
-_SLOWEST_TOKENS_PER_S = 10  # of a completion that is still waited for
 
-
-@dataclass(frozen=True)
-class EngineList:
-    """The engines that the launcher started, from `engines.json`.
-
-    `engines` and those of `scorers` are slot by slot, as many on each; `num_slots` None is one engine a slot. `home`:
-    the folder of the whole run, on a machine that is not its first. `max_num_seqs`: completions that one engine
-    writes at once. `sleeps`: engines share devices with the trainer, and sleep while others use them. `offload`: what
-    the trainer keeps in host memory meanwhile. `away`: those on other machines.
-    """
-
-    kind: str
-    engines: Sequence[str]
-    model: Path
-    max_model_len: int
-    num_slots: int | None = None
-    home: Path | None = None
-    max_num_seqs: int | None = None
-    scorers: Sequence[ScorerEngines] = ()
-    sleeps: bool = False
-    offload: Offload = "none"
-    away: Sequence[str] = ()
-
-    @classmethod
-    def read(cls, folder: RunFolder) -> Self:
-        return TypeAdapter(cls).validate_python(read_json(folder.engines))
-
-
-@dataclass(frozen=True)
-class Assembly:
+@dataclass(frozen=True, kw_only=True)
+class Assembly(RankEngines):
     """The parts of a run's controller. Example: `parts = assemble(root); parts.controller(parts.engines())`."""
 
-    folder: RunFolder
-    config: RunConfig
-    started: EngineList
-    tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
     dialogues: RunDialogues
-    sight: Sight | None = None
-    """The image processor; None where no prompt has pictures."""
 
     def controller(
         self,
@@ -156,10 +110,6 @@ class Assembly:
         return build_scoring(self.config, self.folder, self.started.scorers, policy=policy)
 
     @property
-    def kind(self) -> EngineKind:
-        return KINDS[self.started.kind]
-
-    @property
     def home(self) -> RunFolder:
         """Where checkpoints, metrics and the model go, on every machine of the run."""
         return self.folder if self.started.home is None else RunFolder(self.started.home)
@@ -231,127 +181,13 @@ class Assembly:
     def rules(self, engines: Sequence[Engine]) -> Rules:
         """Return how a round samples on a rank of a machine with these engines."""
         listed = self.started.engines if self.config.given_pairs else engines
-        num_ranks = this_rank().local_world if self.kind.has_servers else 1
         return rules_of(
             self.config,
             model=self.started.model,
             num_prompts=len(self.prompts.prompts),
             max_num_seqs=None if self.dialogues.tool_sets else self.started.max_num_seqs,
-            num_engines=len(listed) / num_ranks,
+            num_engines=len(listed) / self.num_ranks,
         )
-
-    @property
-    def num_slots(self) -> int:
-        return self.started.num_slots or max(1, len(self.started.engines))
-
-    def engines(self, model: Any = None, *, source: WeightSource | None = None) -> list[Engine]:
-        """Return clients of all rollout engines of the machine, or one engine that writes with `model`.
-
-        Args:
-            model: The policy in this process, for a kind of engine without servers.
-            source: The policy's weights in this process, for `engine.sync=ipc`.
-        """
-        sampling = sampling_of(self.config, self.started.model, self.tokenizer)
-        if not self.kind.has_servers:
-            from ycore.engine.transformers_engine import TransformersEngine
-
-            is_half = self.config.dtype != "float32"
-            return [
-                TransformersEngine(model, self.tokenizer, sampling, self.sight, is_half=is_half)
-            ]
-        from ycore.engine.vllm_engine import HostEngine, VllmEngine
-
-        settings = self.config.engine
-        names = self.started.engines
-        home_names = {name for slot in self._home_slots for name in self._on_slot(names, slot)}
-        engines: list[Engine] = []
-        for name in names:
-            kind = HostEngine if name in self.started.away else VllmEngine
-            engines.append(
-                kind(
-                    name,
-                    self.folder.socket(name),
-                    sampling,
-                    request_timeout_s=max(
-                        settings.request_timeout_s,
-                        self.config.max_tokens / _SLOWEST_TOKENS_PER_S,
-                    ),
-                    restart_timeout_s=restart_timeout_s(settings),
-                    min_verified=settings.min_verified,
-                    sleeps=self.started.sleeps and name in home_names,
-                    is_home=name in home_names,
-                    sight=self.sight,
-                    source=source,
-                )
-            )
-        return engines
-
-    def slots(self, engines: Sequence[Engine]) -> Slots:
-        """Return the machine's slots. A rank that generates by itself, or is alone, has an allocator of its own.
-
-        Where engines stay awake, a change of role only changes who gets requests. Where they sleep, one role of a slot
-        is awake at a time, and a change of role is a sleep and a wake.
-        """
-        rank = this_rank()
-        roles = in_order([ROLLOUT, *(scorer.role for scorer in self.started.scorers)])
-        num_engines = max(1, len(self.started.engines))
-        depth = (self.started.max_num_seqs or _DEFAULT_CAPACITY) * num_engines // self.num_slots
-        capacity = None if len(roles) == 1 else dict.fromkeys(roles, depth)
-        pool = SlotPool(self.num_slots, roles, capacity, exclusive=self.started.sleeps)
-        placement = parse_placement(self.config.placement)
-        allocator: Allocator | RemoteAllocator
-        if self.kind.has_servers and rank.local_world > 1:
-            socket = self.folder.socket(ALLOCATOR)
-            allocator = RemoteAllocator(
-                socket, pool, placement, rank=rank.local, num_ranks=rank.local_world
-            )
-        else:
-            allocator = Allocator(pool, placement)
-        return Slots(
-            self.num_slots,
-            allocator=allocator,
-            sleepers=self._sleepers(engines) if self.started.sleeps else None,
-            trace=TraceWriter(self.folder.trace),
-            rank=rank.number,
-        )
-
-    def _sleepers(self, engines: Sequence[Engine]) -> Mapping[str, Mapping[int, Sleeper]]:
-        """Return the engines that sleep on this rank's home slots, by role and slot.
-
-        The policy's weights are sent again before use, so its engines drop them. Those of other models are frozen, and
-        kept in the machine's memory.
-        """
-        models: dict[str, list[Sequence[Sleeper | None]]] = {}
-        models[ROLLOUT] = [[engine.sleeper for engine in engines]]
-        for scorer in self.started.scorers:
-            servers = scorer_servers(self.config, self.folder, scorer, Server)
-            sleepers = [SleepingEngine(server, level=KEEP) for server in servers]
-            models.setdefault(scorer.role, []).append(sleepers)
-
-        def on_slot(sleepers: Sequence[Sleeper | None], slot: int) -> list[Sleeper]:
-            return [sleeper for sleeper in self._on_slot(sleepers, slot) if sleeper is not None]
-
-        return {
-            role: {
-                slot: SleepTogether([on_slot(sleepers, slot) for sleepers in of_role])
-                for slot in self._home_slots
-            }
-            for role, of_role in models.items()
-        }
-
-    def _on_slot(self, engines: Sequence[S], slot: int) -> Sequence[S]:
-        engines_per_slot = len(engines) // self.num_slots
-        return engines[slot * engines_per_slot : (slot + 1) * engines_per_slot]
-
-    @property
-    def _home_slots(self) -> list[int]:
-        """The slots whose engines this rank wakes, puts to sleep and sends weights; each slot is of one rank."""
-        rank = this_rank()
-        return [
-            slot
-            for slot in range(self.num_slots)
-            if home_rank(slot, rank.local_world) == rank.local
-        ]
 
 
 def assemble(root: Path) -> Assembly:
@@ -372,7 +208,15 @@ def assemble(root: Path) -> Assembly:
             template_arguments=config.trl.get("chat_template_kwargs"),
         )
     dialogues = RunDialogues(config, tokenizer, run_folder=root)
-    return Assembly(folder, config, started, tokenizer, prompts, dialogues, sight)
+    return Assembly(
+        folder=folder,
+        config=config,
+        started=started,
+        tokenizer=tokenizer,
+        sight=sight,
+        prompts=prompts,
+        dialogues=dialogues,
+    )
 
 
 def _prompts(
@@ -391,26 +235,3 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool) -> PreTrainedTokeniz
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def sampling_of(
-    config: RunConfig, model: Path, tokenizer: PreTrainedTokenizerBase
-) -> SamplingParams:
-    """Return how completions are sampled: the run's limits, TRL's fields, every end token of the model."""
-    trl = config.trl
-    end_ids: Any = None
-    if (model / "generation_config.json").is_file():
-        end_ids = GenerationConfig.from_pretrained(model).eos_token_id
-    end_ids = [end_ids] if isinstance(end_ids, int) else end_ids or []
-    # The trainer's head does not write these either.
-    image_ids = image_token_ids(read_json(model / "config.json"))
-    return SamplingParams(
-        max_tokens=config.max_tokens,
-        temperature=trl.get("temperature", 1.0),
-        top_p=trl.get("top_p", 1.0),
-        top_k=trl.get("top_k", 0),
-        min_p=trl.get("min_p") or 0.0,
-        repetition_penalty=trl.get("repetition_penalty", 1.0),
-        stop_token_ids=tuple(sorted({*end_ids, tokenizer.eos_token_id} - {None})),
-        logit_bias=dict.fromkeys(image_ids, NEVER) if image_ids else None,
-    )

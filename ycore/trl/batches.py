@@ -123,6 +123,14 @@ def token_lags(sequences: Sequence[FlatSequence], width: int, *, step: int) -> T
     return lags_BT
 
 
+def whole_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask of whole sequences, (B, P + T)."""
+    return (
+        torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+    )
+
+
 def loss_mask(inputs: Batch) -> Tensor:
     """(B, T), 1 at the tokens that are learned from, as in TRL's loss: neither padding nor the environment's."""
     mask: Tensor = inputs["completion_mask"]

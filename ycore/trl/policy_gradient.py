@@ -20,7 +20,7 @@ from ycore.config.learners import (
     PPOConfig,
 )
 from ycore.scoring.group_rewards import Constraints
-from ycore.trl.batches import Batch, loss_mask
+from ycore.trl.batches import Batch, loss_mask, whole_sequences
 from ycore.trl.importance import (
     behaviour_logps,
     effective_share,
@@ -318,14 +318,6 @@ def prompt_weights(
     total, prompts = add_up(torch.stack([tokens_P.sum(), counts_P.sum().double()]))
     weights_P = total / prompts.clamp(min=1) / tokens_P.clamp(min=1)
     return torch.where(counts_P, weights_P, 1).repeat_interleave(group_size)
-
-
-def whole_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask of whole sequences, (B, P + T)."""
-    return (
-        torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-    )
 
 
 def _by_token(advantages: Tensor) -> Tensor:

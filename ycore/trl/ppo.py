@@ -25,10 +25,9 @@ from ycore.errors import ConfigError, RunError
 from ycore.run.claim import model_fingerprint
 from ycore.run.files import RunFolder, read_json
 from ycore.trl.base import bare
-from ycore.trl.batches import Batch
+from ycore.trl.batches import Batch, whole_sequences
 from ycore.trl.forward import PaddedRows, add_outputs, packed_scores
 from ycore.trl.grpo import TokenRewardTrainer
-from ycore.trl.policy_gradient import whole_sequences
 from ycore.trl.returns import (
     advantages_and_targets,
     explained_variance,

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 from ycore.flow.flow_math import (
-    Rule,
     SamplingPath,
     draw,
     euler_step,
@@ -36,7 +35,7 @@ def gaussian_velocity(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return -MEAN + (t - (1 - t) * STD**2) / variance * (x - (1 - t) * MEAN)
 
 
-def marginal(rule: Rule, level: float, times: tuple[float, ...]) -> tuple[float, float]:
+def marginal(rule: str, level: float, times: tuple[float, ...]) -> tuple[float, float]:
     """Mean and std of what the steps lead to from N(0, 1), exactly: each step is linear and adds its own variance."""
     mean, variance = 0.0, 1.0
     for now, then in pairwise(times):
@@ -45,7 +44,7 @@ def marginal(rule: Rule, level: float, times: tuple[float, ...]) -> tuple[float,
         v = gaussian_velocity(x, ends[0])
         ends_at, std = euler_step(x, v, *ends), 0.0
         if rule == "sde":
-            step = sde_step(x, v, *ends, level=level, near_one=times[1])
+            step = sde_step(x, v, *ends, SamplingPath(times, level=level))
             ends_at, std = step.mean, float(step.std.flatten()[0])
         at_zero, at_one = ends_at.flatten().tolist()
         mean = at_zero + (at_one - at_zero) * mean
@@ -62,7 +61,7 @@ def marginal(rule: Rule, level: float, times: tuple[float, ...]) -> tuple[float,
     ],
 )
 def test_sampling_with_noise_and_without_lead_to_the_same_marginal(
-    rule: Rule, level: float, stds: tuple[float, ...]
+    rule: str, level: float, stds: tuple[float, ...]
 ) -> None:
     marginals = [marginal(rule, level, time_grid(num)) for num in (5, 10, 20, 40, 1000)]
     assert [std for _, std in marginals] == pytest.approx(stds, abs=1.1e-3)
@@ -102,8 +101,7 @@ def test_the_ratio_of_the_first_pass_is_one_to_the_bit() -> None:
                 net(x, times[places]),
                 times[places],
                 times[places + 1],
-                level=path.level,
-                near_one=path.near_one,
+                path,
             )
             old = drawn.logprobs[rows, number]
             clipped = grpo_loss(step.logprob(reached), old, torch.ones(len(x)), clip=0.2)
@@ -154,7 +152,6 @@ def test_the_policy_gradient_is_that_of_autograd() -> None:
     """A linear velocity `w0 + w1 x` a step and the reward -(x - 2)^2: its mean is exact by recursion."""
     torch.manual_seed(0)
     path = SamplingPath(time_grid(4), "sde", 0.7, length=4)
-    level = path.level
     weights = torch.randn(path.num_steps, 2, dtype=torch.float32) * 0.3
     times = torch.tensor(path.times)
 
@@ -164,7 +161,7 @@ def test_the_policy_gradient_is_that_of_autograd() -> None:
             x = torch.tensor([[[[0.0]]], [[[1.0]]]])
             v = w[number, 0] + w[number, 1] * x
             now, then = (times[place].expand(2) for place in (number, number + 1))
-            made = sde_step(x, v, now, then, level=level, near_one=path.near_one)
+            made = sde_step(x, v, now, then, path)
             slope = (made.mean[1] - made.mean[0]).squeeze()
             mean, variance = (
                 made.mean[0].squeeze() + slope * mean,
@@ -178,7 +175,7 @@ def test_the_policy_gradient_is_that_of_autograd() -> None:
         w = weights[number].expand(len(x), 2).clone().requires_grad_()
         now, then = (times[place].expand(len(x)) for place in (number, number + 1))
         v = w[:, 0].view(-1, 1, 1, 1) + w[:, 1].view(-1, 1, 1, 1) * x
-        made = sde_step(x, v, now, then, level=level, near_one=path.near_one)
+        made = sde_step(x, v, now, then, path)
         reached = (made.mean + made.std * torch.randn_like(x)).detach()
         scores.append(torch.autograd.grad(made.logprob(reached).sum(), w)[0])
         x = reached
@@ -215,14 +212,14 @@ def mixture_velocity(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 def test_what_a_kl_leaves_to_reach_depends_on_the_noise(level: float, reach: float) -> None:
     """From a starting point the best policy has `h e^2 / (h e^2 + 1 - h)` right, with h the model's own share. Only
     with a = sqrt(2) does the starting point decide nothing, and the mean is the tilt's (arXiv 2409.08861)."""
-    num_starts, num_ways, path = 400, 60, SamplingPath(time_grid(20))
+    num_starts, num_ways, path = 400, 60, SamplingPath(time_grid(20), level=level)
     torch.manual_seed(0)
     x = torch.randn(num_starts, 1, 1, 2).repeat_interleave(num_ways, dim=0)
     times = torch.tensor(path.times)
     for number in range(path.num_steps):
         now, then = (times[place].expand(len(x)) for place in (number, number + 1))
         v = mixture_velocity(x, now)
-        step = sde_step(x, v, now, then, level=level, near_one=path.near_one)
+        step = sde_step(x, v, now, then, path)
         x = step.mean + step.std * torch.randn_like(x)
     h = (x[..., 0] > 0).float().view(num_starts, num_ways).mean(1)
     gain = math.exp(1 / WEIGHT)
@@ -310,7 +307,8 @@ def test_the_kl_of_a_step_is_that_of_its_gaussians() -> None:
     x, v, other = (torch.randn(2, 1, 2, 2) for _ in range(3))
     now, then = torch.tensor([0.9, 0.5]), torch.tensor([0.8, 0.4])
     made, reference = (
-        sde_step(x, velocity, now, then, level=0.7, near_one=0.9) for velocity in (v, other)
+        sde_step(x, velocity, now, then, SamplingPath((1.0, 0.9), level=0.7))
+        for velocity in (v, other)
     )
     wanted = kl_divergence(
         Normal(made.mean, made.std), Normal(reference.mean, reference.std)

@@ -58,7 +58,7 @@ def test_the_ratio_of_the_first_pass_is_one_in_other_batches_and_not_with_half_t
             now = times[:1].expand(24)[rows]
             then = times[1:2].expand(24)[rows]
             v = policy.velocity(x, now, classes[rows])
-            step = sde_step(x, v, now, then, level=0.7, near_one=path.near_one)
+            step = sde_step(x, v, now, then, path)
             old, ones = drawn.logprobs[rows, 0], torch.ones(len(x))
             reached = drawn.points[rows, 1]
             ratio = grpo_loss(step.logprob(reached), old, ones, clip=0.2).ratio

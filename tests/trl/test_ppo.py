@@ -60,7 +60,7 @@ def made(
         **settings,
     }
     settings = {"per_device_train_batch_size": 8, **settings}
-    trainer_args = {"peft_config": adapters, "critic": critic, "kl_in": kl_in}
+    trainer_args = {"peft_config": adapters, "critic": critic, "base": model, "kl_in": kl_in}
     trainer = small_trainer(
         Trainer, model, output, Rounds(), trainer_args=trainer_args, alone=True, **settings
     )

@@ -15,7 +15,7 @@ from ycore.evaluation.evaluator import own_model, started
 from ycore.evaluation.held_out import mean_of_known
 from ycore.run.files import write_json_atomic
 from ycore.run.reports import run_alone
-from ycore.scoring.group_rewards import total_reward
+from ycore.scoring.group_rewards import total_reward, without_none
 from ycore.types import Group, JsonObject, Prompt
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def add_groups(
     completions = [completion for group in groups for completion in group.completions]
     rows = [scores for group in groups for scores in group.scores_GR]
     totals = [total_reward(scores, rules.reward_weights) for scores in rows]
-    rewards = tuple(total for total in totals if total is not None)
+    rewards = tuple(without_none(totals))
     num_cut = sum(completion.finish_reason == "length" for completion in completions)
     num_teaching = sum(map(rules.can_teach, groups))
     return replace(

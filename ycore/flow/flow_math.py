@@ -67,23 +67,17 @@ def sde_step(
     v: Tensor,
     now: Tensor,
     then: Tensor,
-    *,
-    level: float,
-    near_one: float,
+    path: "SamplingPath",
 ) -> NoisyStep:
     """Return the Gaussian of a step with noise from time `now` to the earlier time `then`.
 
     It keeps no state, and computes in float32 whatever the network's dtype: with the same velocities a replay gives the
-    log-densities of the sampling to the bit.
-
-    Args:
-        level: a of the paper.
-        near_one: the time that is taken for 1, because of a division by 1 - t: the grid's second.
+    log-densities of the sampling to the bit. The grid's second time is taken for 1, because of a division by 1 - t.
     """
     v = v.float()
     now = _per_picture(now)
     dt = _per_picture(then) - now
-    spread = level * (now / (1 - now.clamp_max(near_one))).sqrt()
+    spread = path.level * (now / (1 - now.clamp_max(path.times[1]))).sqrt()
     pull = spread**2 / (2 * now)
     mean = x * (1 + pull * dt) + v * (1 + pull * (1 - now)) * dt
     return NoisyStep(mean, spread * (-dt).sqrt())
@@ -94,8 +88,8 @@ def _per_picture(values: Tensor) -> Tensor:
 
 
 class SamplingPath(NamedTuple):
-    """How pictures are drawn: by `rule`, as in `FlowSettings`, at these times; `length` steps have noise, the others are
-    Euler's."""
+    """How pictures are drawn: by `rule`, as in `FlowSettings`, at these times; `length` steps have noise of the
+    paper's a, `level`, and the others are Euler's."""
 
     times: tuple[float, ...]
     rule: str = "ode"
@@ -105,10 +99,6 @@ class SamplingPath(NamedTuple):
     @property
     def num_steps(self) -> int:
         return len(self.times) - 1
-
-    @property
-    def near_one(self) -> float:
-        return self.times[1]
 
 
 class DrawnPictures(NamedTuple):
@@ -153,14 +143,7 @@ def draw(
         if not len(rows):
             continue
         place = places[rows]
-        step = sde_step(
-            before[rows],
-            v[rows],
-            now[rows],
-            then[rows],
-            level=path.level,
-            near_one=path.near_one,
-        )
+        step = sde_step(before[rows], v[rows], now[rows], then[rows], path)
         reached = step.mean + step.std * noises[rows, 1 + place]
         points[rows, place] = before[rows]
         points[rows, place + 1] = reached

@@ -22,7 +22,7 @@ from ycore.flow.flow_math import (
 )
 from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.picture_rounds import FlowPolicy, Picture, Trajectories, Weights
-from ycore.scoring.group_rewards import can_teach, compared_rewards, min_stds
+from ycore.scoring.group_rewards import can_teach, compared_rewards, min_stds, without_none
 from ycore.types import Group, number_from
 
 
@@ -78,7 +78,7 @@ class Learner:
             "frac_reward_zero_std": 1 - num_teaching / len(groups),
             "learning_rate": config.learning_rate,
         }
-        if known := [reward for group in rewards for reward in group if reward is not None]:
+        if known := without_none(itertools.chain(*rewards)):
             metrics |= {"reward": fmean(known), "reward_std": pstdev(known)}
         if not num_teaching:
             return metrics | {"ycore/skipped": 1.0}
@@ -199,8 +199,7 @@ class Learner:
             v,
             times[places].to(v.device),
             times[places + 1].to(v.device),
-            level=self.path.level,
-            near_one=self.path.near_one,
+            self.path,
         )
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,16 @@ def controller_of(
     )
 
 
+@dataclass
 class RoundsAhead:
     """How many rounds a stream has begun ahead of the step that trains: `number`, at most `most`.
 
     A round that is written later is written by a newer version, so no more are begun than keep training from waiting.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.number = 1
-        self._num_calm = 0
+    most: int
+    number: int = 1
+    num_calm: int = 0  # steps since the last of which a round was late
 
     def choose(self, *, waits: bool, is_tight: bool, too_old: bool) -> int:
         """Set the number at the beginning of a step, and return it.
@@ -89,9 +90,9 @@ class RoundsAhead:
             is_tight: the next step's is not.
             too_old: groups came too late to be trained on, which are the long ones, or few tokens count when corrected.
         """
-        self._num_calm = 0 if waits or is_tight else self._num_calm + 1
-        if too_old or self._num_calm > 1:
-            self._num_calm = 0
+        self.num_calm = 0 if waits or is_tight else self.num_calm + 1
+        if too_old or self.num_calm > 1:
+            self.num_calm = 0
             self.number = max(self.number - 1, 1)
         elif waits:
             self.number = min(self.number + 1, self.most)

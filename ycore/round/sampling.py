@@ -462,12 +462,12 @@ class Quota:
         return amount if limit is None else max(0, min(amount, limit - num_writing))
 
 
+@dataclass(eq=False)
 class LeftoverGroups:
     """Groups that can teach and were more than a round needed. They start the next one, if they are not too old."""
 
-    def __init__(self, *, max_age: int) -> None:
-        self.waiting: list[Finished] = []
-        self._max_age = max_age  # policy versions
+    max_age: int  # policy versions
+    waiting: list[Finished] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -486,7 +486,7 @@ class LeftoverGroups:
     def take(self, version: int) -> list[Finished]:
         """Remove all groups, and return those young enough for this version of the policy."""
         waiting, self.waiting = self.waiting, []
-        return [item for item in waiting if item.group.first_version >= version - self._max_age]
+        return [item for item in waiting if item.group.first_version >= version - self.max_age]
 
 
 class ReuseBuffer:

@@ -9,8 +9,9 @@ without ZeRO they stay: its own tensors are views into them.
 The calls were checked against the source of DeepSpeed 0.19.8; none was ever run on a device.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ycore.errors import Interrupted
 Restore = Callable[[], object]
 
 
+@dataclass(eq=False)
 class Offload:
     """Keeps a part of a trainer's state in host memory while engines use its device.
 
@@ -30,12 +32,12 @@ class Offload:
         of: the type of the devices that are left.
     """
 
-    def __init__(
-        self, level: str, models: Iterable[nn.Module] = (), *, of: str = "cuda"
-    ) -> None:
-        self._level = level
-        self._device_type = of
-        self._models = list(models)
+    level: str
+    models: Sequence[nn.Module] = ()
+    _: KW_ONLY
+    of: str = "cuda"
+
+    def __post_init__(self) -> None:
         self._hosts: dict[Any, Tensor] = {}
 
     @contextmanager
@@ -46,8 +48,8 @@ class Offload:
             optimizer: the trainer's, wrapped by accelerate or not; None before there is one.
             engine: DeepSpeed's engine, which then holds the optimizer's state.
         """
-        restores = [] if self._level == "none" else [self._take_away(optimizer, engine)]
-        if self._level == "weights":
+        restores = [] if self.level == "none" else [self._take_away(optimizer, engine)]
+        if self.level == "weights":
             restores.append(self._freeze_away())
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # copies run behind the host's back
@@ -86,7 +88,7 @@ class Offload:
                 pages_itself = getattr(value, "is_paged", False)
                 if (
                     isinstance(value, Tensor)
-                    and value.device.type == self._device_type
+                    and value.device.type == self.of
                     and not pages_itself
                 ):
                     moved.append((state, key, value.device))
@@ -101,10 +103,10 @@ class Offload:
     def _freeze_away(self) -> Restore:
         """Frozen weights never change, so their copies on the host are made once."""
         moved: list[tuple[nn.Parameter, torch.device]] = []
-        for parameter in (weight for model in self._models for weight in model.parameters()):
+        for parameter in (weight for model in self.models for weight in model.parameters()):
             if (
                 parameter.requires_grad
-                or parameter.device.type != self._device_type
+                or parameter.device.type != self.of
                 or hasattr(parameter, "ds_id")
             ):
                 continue

@@ -235,9 +235,7 @@ class Trainer(TokenRewardTrainer):
 
     more_outputs = (VALUES,)
 
-    def __init__(
-        self, *args: Any, critic: CriticSettings, base: Path | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, critic: CriticSettings, base: Path, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.packed_by is None:
             raise ConfigError(
@@ -250,7 +248,6 @@ class Trainer(TokenRewardTrainer):
         ]
         self.critic = add_critic(self.bare_model, value_range=critic.range)
         if critic.init is not None:
-            assert base is not None
             start_from_reward_model(self.critic, Path(critic.init).expanduser(), base=base)
 
     @classmethod

@@ -150,12 +150,11 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         if not self.shares_device:
             return nullcontext()
         if self._offloaded is None:
-            # A reference that follows the policy is not frozen.
-            reference = None if self.args.sync_ref_model else self.ref_model
             models = [self.model, *self.frozen_models]
-            self._offloaded = Offload(
-                self.offload, models if reference is None else [*models, reference]
-            )
+            # A reference that follows the policy is not frozen.
+            if self.ref_model is not None and not self.args.sync_ref_model:
+                models.append(self.ref_model)
+            self._offloaded = Offload(self.offload, models)
         return self._offloaded.away(self.optimizer, self.deepspeed)
 
     def record(self, name: str, value: float) -> None:

@@ -30,16 +30,10 @@ def test_every_sequence_is_dealt_once_into_full_micro_batches(
     dealt: tuple[list[int], int, int, int], seed: int
 ) -> None:
     tokens, group_size, per_batch, windows = dealt
-    batches = deal(
-        tokens, group_size=group_size, per_batch=per_batch, num_windows=windows, seed=seed
-    )
-    assert sorted(index for batch in batches for index in batch) == list(
-        range(len(tokens) * group_size)
-    )
-    assert {len(batch) for batch in batches} == {per_batch}
-    assert batches == deal(
-        tokens, group_size=group_size, per_batch=per_batch, num_windows=windows, seed=seed
-    )
+    indices = deal(tokens, group_size=group_size, num_windows=windows, seed=seed)
+    assert sorted(indices) == list(range(len(tokens) * group_size))
+    assert len(indices) % per_batch == 0
+    assert indices == deal(tokens, group_size=group_size, num_windows=windows, seed=seed)
 
 
 @given(rounds(), st.integers(0, 9))
@@ -47,10 +41,8 @@ def test_groups_stay_whole_and_the_longest_of_a_window_come_first(
     dealt: tuple[list[int], int, int, int], seed: int
 ) -> None:
     tokens, group_size, per_batch, windows = dealt
-    batches = deal(
-        tokens, group_size=group_size, per_batch=per_batch, num_windows=windows, seed=seed
-    )
-    order = [index // group_size for batch in batches for index in batch]
+    indices = deal(tokens, group_size=group_size, num_windows=windows, seed=seed)
+    order = [index // group_size for index in indices]
     groups = order[::group_size]
     assert order == [group for group in groups for _ in range(group_size)]
     per_window = len(groups) // windows
@@ -59,8 +51,8 @@ def test_groups_stay_whole_and_the_longest_of_a_window_come_first(
         assert lengths == sorted(lengths, reverse=True)
     if per_batch % group_size == 0:
         assert all(
-            len({i // group_size for i in batch}) == per_batch // group_size
-            for batch in batches
+            len(set(order[start : start + per_batch])) == per_batch // group_size
+            for start in range(0, len(order), per_batch)
         )
 
 
@@ -68,16 +60,9 @@ def test_windows_are_drawn_not_sorted() -> None:
     tokens = list(range(1, 41))
     means = []
     for seed in range(50):
-        batches = deal(tokens, group_size=2, per_batch=40, num_windows=2, seed=seed)
-        means.append(sum(tokens[index // 2] for index in batches[0]) / 40)
+        first_window = deal(tokens, group_size=2, num_windows=2, seed=seed)[:40]
+        means.append(sum(tokens[index // 2] for index in first_window) / 40)
     assert sum(means) / 50 == pytest.approx(20.5, abs=1.0)
-    assert (
-        len(
-            {
-                tuple(deal(tokens, group_size=2, per_batch=80, num_windows=1, seed=s)[0])
-                for s in range(3)
-            }
-        )
-        == 1
-    )
+    orders = {tuple(deal(tokens, group_size=2, num_windows=1, seed=s)) for s in range(3)}
+    assert len(orders) == 1
     assert max(means) < 30 and min(means) > 11

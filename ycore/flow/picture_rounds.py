@@ -338,9 +338,7 @@ _SCALE = 4  # pixels of the sheet for one of a picture
 
 def conditions(prompts: Sequence[Prompt], column: str) -> list[Prompt]:
     """Return the first row of each class."""
-    by_class: dict[int, Prompt] = {}
-    for prompt in prompts:
-        by_class.setdefault(prompt.columns[column], prompt)
+    by_class = {prompt.columns[column]: prompt for prompt in reversed(prompts)}
     return [by_class[label] for label in sorted(by_class)]
 
 

@@ -240,7 +240,7 @@ class Controller:
         group = Group(
             draw,
             tuple(completions_G),
-            tuple(tuple(scores_R) for scores_R in scores_GR),
+            tuple(map(tuple, scores_GR)),
             greedy_scores_R=tuple(baseline[0][0]) if baseline else None,
         )
         compared = compared_rewards(group, rules.reward_weights, rules.constraints)

@@ -46,7 +46,7 @@ class FlatSequence:
     teacher_logps: list[tuple[float, ...] | None]  # of the tokens, one per source
     greedy_rewards: list[float]
     versions: tuple[tuple[int, int], ...]  # (end, version) of its parts
-    images_hash: int = 0
+    images_hash: int
 
 
 def flatten(
@@ -138,9 +138,9 @@ def loss_mask(inputs: Batch) -> Tensor:
 
 
 def deal(
-    group_tokens: Sequence[int], *, group_size: int, per_batch: int, num_windows: int, seed: int
-) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch: whole groups together, similar lengths together.
+    group_tokens: Sequence[int], *, group_size: int, num_windows: int, seed: int
+) -> list[int]:
+    """Indices of sequences, micro-batch after micro-batch: whole groups together, similar lengths together.
 
     The micro-batches of one optimizer step (a window) add up to one gradient, so their order is free: the longest
     groups come first, so that a shortage of memory shows at once. The window of a group is drawn at random, so that no
@@ -148,7 +148,6 @@ def deal(
 
     Args:
         group_tokens: tokens of each group, in the round's order; group g is sequences g * group_size and on.
-        per_batch: sequences in a micro-batch.
         num_windows: optimizer steps in the round.
     """
     order = list(range(len(group_tokens)))
@@ -161,6 +160,4 @@ def deal(
         )
         for group in window:
             sequences += range(group * group_size, (group + 1) * group_size)
-    return [
-        sequences[start : start + per_batch] for start in range(0, len(sequences), per_batch)
-    ]
+    return sequences

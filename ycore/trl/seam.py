@@ -386,14 +386,12 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             return shuffled
         args = self.args
         size = self.num_generations
-        micro_batches = deal(
+        indices = deal(
             batch["completion_mask"].sum(dim=1).view(-1, size).sum(dim=1).tolist(),
             group_size=size,
-            per_batch=args.per_device_train_batch_size,
             num_windows=max(1, args.steps_per_generation // args.gradient_accumulation_steps),
             seed=args.seed + self.state.global_step,
         )
-        indices = [index for micro_batch in micro_batches for index in micro_batch]
         order = torch.tensor(indices)
 
         def ordered(value: Any) -> Any:

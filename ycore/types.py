@@ -21,6 +21,9 @@ Record = Mapping[str, Any]
 JsonObject = dict[str, Any]
 """An object of JSON or YAML that is filled, or taken apart."""
 
+Metrics = dict[str, float]
+"""Numbers of a step, a round or an evaluation, by their names in metrics.jsonl or in a summary."""
+
 Message = Record
 """One chat turn: `{"role": ..., "content": ...}`, and what else its row says: `tool_calls`, `reasoning_content`, ...
 

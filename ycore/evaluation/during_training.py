@@ -37,7 +37,7 @@ from ycore.round.step import Controller
 from ycore.run.files import RunFolder, read_json, sync, write_json_atomic
 from ycore.run.metrics import STEP_SECONDS, is_evaluation, read_metrics
 from ycore.run.work import working
-from ycore.types import JsonObject
+from ycore.types import JsonObject, Metrics
 
 _RECORD = "evaluation.json"  # in the folder of the best model: its step and figures
 
@@ -77,7 +77,7 @@ class Evaluation(TrainerCallback, ABC):
         self._rows: list[JsonObject] = []
 
     @abstractmethod
-    def _figures(self, step: int) -> dict[str, float]:
+    def _figures(self, step: int) -> Metrics:
         """Return the metrics of the model of this step; all ranks call it together."""
 
     def on_train_begin(
@@ -100,7 +100,7 @@ class Evaluation(TrainerCallback, ABC):
         step = state.global_step
         if control.should_training_stop and step < args.max_steps:
             return  # stopped: the step itself is whole, it is logged and saved, and measured when the run goes on
-        figures: dict[str, float] = {}
+        figures: Metrics = {}
         if self._is_due(step):
             try:
                 figures = self._measure(step)
@@ -145,7 +145,7 @@ class Evaluation(TrainerCallback, ABC):
         seconds = self._run.sum_over_ranks(self._run.leads * self._run.last_step_s)
         return {"step": step, STEP_SECONDS[0]: seconds}
 
-    def _log(self, figures: dict[str, float]) -> None:
+    def _log(self, figures: Metrics) -> None:
         """Log a row of its own, for the trackers too."""
         if figures:
             self._rows.append({"step": self._run.trainer.state.global_step, **figures})
@@ -153,11 +153,11 @@ class Evaluation(TrainerCallback, ABC):
                 self._run.trainer, dict(figures)
             )  # TRL's own adds the metrics of a step
 
-    def _log_with_step(self, figures: dict[str, float]) -> None:
+    def _log_with_step(self, figures: Metrics) -> None:
         """Log the figures when the step is."""
         Trainer.log(self._run.trainer, dict(figures))
 
-    def _measure(self, step: int) -> dict[str, float]:
+    def _measure(self, step: int) -> Metrics:
         """Return the metrics of the model of this step, which is kept where it is the best so far."""
         self._run.mark_progress()
         with working("evaluating on held-out rows"):
@@ -165,7 +165,7 @@ class Evaluation(TrainerCallback, ABC):
         self._keep(step, figures)
         return figures
 
-    def _keep(self, step: int, figures: dict[str, float]) -> None:
+    def _keep(self, step: int, figures: Metrics) -> None:
         """Save the trainer's model, of this step, where it is the best so far and the best is to be kept."""
         if self._config.keep_best is None:
             return
@@ -225,11 +225,11 @@ class RolloutEvaluation(Evaluation):
     def _row(self, step: int) -> JsonObject:
         return super()._row(step) | {"ycore/skipped": float(not self._run.trainer.has_gradient)}
 
-    def _log_with_step(self, figures: dict[str, float]) -> None:
+    def _log_with_step(self, figures: Metrics) -> None:
         for name, value in figures.items():
             self._run.trainer.record(name, value)
 
-    def _figures(self, step: int) -> dict[str, float]:
+    def _figures(self, step: int) -> Metrics:
         assert self._held_out is not None and self._settings is not None, "due only with rows"
         began = time.perf_counter()
         num_prompts = len(self._held_out.draws.prompts)

@@ -23,7 +23,7 @@ from ycore.run.interrupt import on_stop
 from ycore.run.metrics import MetricsWriter
 from ycore.run.reports import run_alone
 from ycore.run.work import publish_work, working
-from ycore.types import Group
+from ycore.types import Group, Metrics
 
 if TYPE_CHECKING:
     from ycore.round.assemble import Assembly
@@ -44,7 +44,7 @@ def _evaluate(root: Path) -> None:
     with started(controller, parts):
         groups = _write_all(controller, len(parts.prompts.prompts), parts.folder)
         counted = controller.run(controller.add_up_meters())
-    result: dict[str, float]
+    result: Metrics
     if config.given_pairs:
         result = {"num_pairs": len(groups)} | pair_figures(groups, config)
         if (bias := counted.get("ycore/judge/position_bias")) is not None:

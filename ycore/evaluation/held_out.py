@@ -24,7 +24,7 @@ from ycore.run.metrics import EVALUATION, STEP_SECONDS, Row, is_evaluation, numb
 from ycore.run.tasks import together
 from ycore.run.work import working
 from ycore.scoring.group_rewards import compared_rewards, constraints_of, without_none
-from ycore.types import Draw, Group, JsonObject, Record
+from ycore.types import Draw, Group, JsonObject, Metrics, Record
 
 if TYPE_CHECKING:
     from ycore.round.step import Controller
@@ -76,7 +76,7 @@ def figure_names(config: AnyConfig) -> list[str]:
 
 def evaluate_policy(
     controller: "Controller", num_prompts: int, *, step: int, config: RunConfig
-) -> dict[str, float]:
+) -> Metrics:
     """Return the figures of the policy whose weights the engines hold, over all ranks, which call this together."""
     rank = controller.peers.rank
     world = controller.peers.world
@@ -180,13 +180,13 @@ def _first_reward_of_best(group: Group, chooser: int) -> float:
     return best[0].value or 0.0
 
 
-def evaluation_figures(table: Table, config: RunConfig) -> dict[str, float]:
+def evaluation_figures(table: Table, config: RunConfig) -> Metrics:
     """Return each figure, with its interval as `NAME/low` and `NAME/high`.
 
     A figure for which nothing was scored is left out.
     """
     names = figure_names(config)
-    figures: dict[str, float] = {}
+    figures: Metrics = {}
     for index, name in enumerate(names):
         figures |= with_interval(name, table[:, index, 0], table[:, index, 1])
     sums, counts = table[:, len(names) :].sum(axis=0).T
@@ -197,7 +197,7 @@ def evaluation_figures(table: Table, config: RunConfig) -> dict[str, float]:
     return figures
 
 
-def with_interval(name: str, sums: Values, counts: Values) -> dict[str, float]:
+def with_interval(name: str, sums: Values, counts: Values) -> Metrics:
     """Return the mean over prompts, of which each has a sum of so many values, with its interval; {} without a value."""
     if counts.sum() == 0:
         return {}
@@ -212,7 +212,7 @@ def with_interval(name: str, sums: Values, counts: Values) -> dict[str, float]:
     }
 
 
-def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]:
+def pair_figures(groups: Sequence[Group], config: RunConfig) -> Metrics:
     """Return how often who scores agrees with pairs of a better and a worse answer.
 
     `accuracy`: how often the better answer of a row has the higher reward, where equal ones count half; of each source
@@ -225,7 +225,7 @@ def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]
         for source, name in enumerate(names):
             values = [[rewards[source] for rewards in group.rewards_GR] for group in groups]
             wins[f"accuracy/{name}"] = _count_wins(values)
-    figures: dict[str, float] = {}
+    figures: Metrics = {}
     for figure, won in wins.items():
         figures |= with_interval(figure, np.nan_to_num(won), 1.0 - np.isnan(won))
     num_masked = np.isnan(wins["accuracy"]).sum()
@@ -375,7 +375,7 @@ def _nothing_to_learn(rows: Sequence[Row], count: int, config: AnyConfig) -> str
     return f"nothing to learn: {count} steps in a row had no group that can teach"
 
 
-def as_metrics(figures: Mapping[str, float], prefix: str = EVALUATION) -> dict[str, float]:
+def as_metrics(figures: Mapping[str, float], prefix: str = EVALUATION) -> Metrics:
     return {prefix + name: value for name, value in figures.items()}
 
 

@@ -16,7 +16,7 @@ from ycore.evaluation.held_out import mean_of_known
 from ycore.run.files import write_json_atomic
 from ycore.run.reports import run_alone
 from ycore.scoring.group_rewards import total_reward, without_none
-from ycore.types import Group, JsonObject, Prompt
+from ycore.types import Group, JsonObject, Metrics, Prompt
 
 if TYPE_CHECKING:
     from ycore.round.assemble import Assembly
@@ -119,7 +119,7 @@ def measure_round(
     if not fitting:
         return measured, []
     controller = _controller(parts, fitting)
-    recorded: dict[str, float] = {}
+    recorded: Metrics = {}
     controller.record = recorded.__setitem__
     with started(controller, parts):
         groups = controller.next_round(step=0, num_groups=min(NUM_PROMPTS, len(fitting)))

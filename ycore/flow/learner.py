@@ -23,7 +23,7 @@ from ycore.flow.flow_math import (
 from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.picture_rounds import FlowPolicy, Picture, Trajectories, Weights
 from ycore.scoring.group_rewards import can_teach, compared_rewards, min_stds, without_none
-from ycore.types import Group, number_from
+from ycore.types import Group, Metrics, number_from
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Learner:
         """Return the weights that the next round's pictures are drawn with; None for the policy's own."""
         return self.old if self.config.flow.method == "nft" else None
 
-    def learn(self, groups: Sequence[Group], *, step: int) -> dict[str, float]:
+    def learn(self, groups: Sequence[Group], *, step: int) -> Metrics:
         """Update the weights, and return the step's metrics. Without a group that teaches nothing changes."""
         config = self.config
         weights = config.reward_weights
@@ -111,12 +111,12 @@ class Learner:
             torch.tensor([advantage for group in advantages for advantage in group]),
         )
 
-    def _update(self, batch: Batch, *, seed: str) -> dict[str, float]:
+    def _update(self, batch: Batch, *, seed: str) -> Metrics:
         self.optimizer.zero_grad()
         parts = (
             self._nft(batch, seed) if self.config.flow.method == "nft" else self._grpo(batch)
         )
-        sums: dict[str, float] = {}
+        sums: Metrics = {}
         for loss, measured in parts:
             loss.backward()
             for name, value in ({"loss": loss.item()} | measured).items():
@@ -126,7 +126,7 @@ class Learner:
         self.optimizer.step()
         return sums | {"grad_norm": float(norm)}
 
-    def _nft(self, batch: Batch, seed: str) -> Iterator[tuple[Tensor, dict[str, float]]]:
+    def _nft(self, batch: Batch, seed: str) -> Iterator[tuple[Tensor, Metrics]]:
         """Yield the loss of each part of the batch, each at a time of its own, and what it adds to the metrics."""
         flow = self.config.flow
         size = len(batch)
@@ -161,7 +161,7 @@ class Learner:
                 measured["ycore/flow/velocity_gap"] = gap.sum().item() / size
             yield loss.sum() / size, measured
 
-    def _grpo(self, batch: Batch) -> Iterator[tuple[Tensor, dict[str, float]]]:
+    def _grpo(self, batch: Batch) -> Iterator[tuple[Tensor, Metrics]]:
         """Yield the loss of each part of the batch at each of its steps with noise, and what it adds to the metrics."""
         flow = self.config.flow
         length = self.path.length

@@ -46,7 +46,7 @@ from ycore.run.tasks import together
 from ycore.run.trace import TraceWriter
 from ycore.scoring.group_rewards import min_stds, total_reward, without_none
 from ycore.scoring.scoring import PendingGroup, Scoring
-from ycore.types import Completion, Draw, Image, Prompt, Score, from_json
+from ycore.types import Completion, Draw, Image, Metrics, Prompt, Score, from_json
 
 Weights = Mapping[str, Tensor]
 """The trained weights by name: the policy's, an older policy's, or the reference's."""
@@ -350,7 +350,7 @@ async def measure(
     *,
     step: int,
     config: FlowConfig,
-) -> dict[str, float]:
+) -> Metrics:
     """Draw and score pictures of every class, and return their figures; `judge` None measures the rewards."""
     scorings = [controller.scoring] if judge is None else [controller.scoring, judge]
 
@@ -389,7 +389,7 @@ def _figures(
     judged: Sequence[Sequence[Score]],
     learned_from: Sequence[Sequence[Score]],
     config: FlowConfig,
-) -> dict[str, float]:
+) -> Metrics:
     """Return figures of pictures with these values and classes, each with its interval over pictures.
 
     `diversity_of_right` is that of the pictures to which the judge gives 1 or more: a model that draws what it was not
@@ -417,9 +417,7 @@ def _values(pictures: Sequence[Picture], images: ImageStore) -> Any:
     return values[..., :1] if is_grey else values
 
 
-def _means(
-    name: str, scores: Sequence[Sequence[Score]], specs: Sequence[Any]
-) -> dict[str, float]:
+def _means(name: str, scores: Sequence[Sequence[Score]], specs: Sequence[Any]) -> Metrics:
     """Return the mean of the weighted sum, and of each of several sources, with their intervals."""
     weights = [spec.weight for spec in specs]
     columns: dict[str, list[float | None]] = {
@@ -428,7 +426,7 @@ def _means(
     if len(specs) > 1:
         for source, source_name in enumerate(reward_names(specs)):
             columns[f"{name}s/{source_name}"] = [row[source].value for row in scores]
-    means: dict[str, float] = {}
+    means: Metrics = {}
     for key, values in columns.items():
         known = np.array(without_none(values))
         means |= with_interval(key, known, np.ones(len(known)))

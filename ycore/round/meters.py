@@ -11,17 +11,17 @@ from ycore.errors import RunError
 from ycore.round.peers import Peers
 from ycore.run.metrics import Meter
 from ycore.scoring.group_rewards import compared_rewards, without_none
-from ycore.types import Group
+from ycore.types import Group, Metrics
 
 
 def collect(
     meters: Sequence[Meter], add_up: Callable[[Sequence[float]], list[float]]
-) -> dict[str, float]:
+) -> Metrics:
     """Return the metrics of all meters over all ranks, by one collective."""
     taken = [meter.take() for meter in meters]
     flat = [value for counts in taken for value in counts]
     sums = add_up(flat) if flat else []
-    metrics: dict[str, float] = {}
+    metrics: Metrics = {}
     for meter, counts in zip(meters, taken, strict=True):
         metrics |= meter.metrics(sums[: len(counts)])
         sums = sums[len(counts) :]
@@ -109,7 +109,7 @@ class RoundMeter:
             "correct the reward or what it needs (logs/rewards.log has its output), then resume the run"
         )
 
-    def own_metrics(self, *, rate: float, syncs: bool) -> dict[str, float]:
+    def own_metrics(self, *, rate: float, syncs: bool) -> Metrics:
         """Return the metrics that are not summed over ranks.
 
         `rate` is the expected yield, `syncs` whether engines are sent weights.

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ycore.errors import Interrupted, PeerError
 from ycore.run.tasks import ending
-from ycore.types import Group, from_bytes, to_bytes
+from ycore.types import Group, Metrics, from_bytes, to_bytes
 
 T = TypeVar("T")
 LOOK_S = 0.1
@@ -229,7 +229,7 @@ class Deal(NamedTuple):
             if summary.rank != rank
         ]
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Groups that fill up the step without teaching, and the imbalance of costs before and after the deal."""
         chosen = [summary for rank_groups in self.chosen for summary in rank_groups]
         metrics = {

@@ -37,7 +37,7 @@ from ycore.run.tasks import ending, next_finished, together
 from ycore.run.trace import EVALUATION, ROUND, SYNC
 from ycore.scoring.group_rewards import compared_rewards
 from ycore.scoring.scoring import PendingGroup, Scoring
-from ycore.types import Completion, Draw, Finished, Group, JsonObject, Prompt, Record
+from ycore.types import Completion, Draw, Finished, Group, JsonObject, Metrics, Prompt, Record
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class Controller:
         self._generates = False  # the journal has no later round
         self._synced: int | None = None
         self._seconds = 0.0
-        self._metrics: dict[str, float] = {}
+        self._metrics: Metrics = {}
         self._summaries: Sequence[GroupSummary] = ()  # of the round's groups, of all ranks
         self.problems: Mapping[str, int] = {}
         """Reasons why completions of the last round have no reward, with their numbers."""
@@ -533,7 +533,7 @@ class Controller:
             self._journal.commit(step, groups, state, metrics, summaries)
         return Committed(groups, state, metrics, summaries, dict(self.meter.problems))
 
-    async def add_up_meters(self) -> dict[str, float]:
+    async def add_up_meters(self) -> Metrics:
         """Return the round's metrics over all ranks; in the event loop nothing counts meanwhile."""
         meters = [self.meter, *self.scoring.meters, *self.writer.meters]
         if self.in_flight is not None:

@@ -12,8 +12,6 @@ Points = tuple[list[float], list[float]]
 """Steps, and the values at them."""
 
 BLUE, GREY, GREEN = "#2456a6", "#8a8f98", "#3f8f5f"
-HELD_OUT = f"{EVALUATION}reward"
-HELD_OUT_LOSS = f"{EVALUATION}loss"
 
 
 # -- for every figure --------------------------------------------------------------------------------------------------
@@ -80,7 +78,10 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def draw_curve(metrics: Sequence[Row], path: Path, title: str) -> bool:
-    """Draw a run's reward, or its loss, to a PNG of 1200 x 700 pixels; False, and no file, where no step has either."""
+    """Draw a run's reward, or its loss, to a PNG of 1200 x 700 pixels; False, and no file, where no step has either.
+
+    Every step is in grey, and smoothed in blue; a reward within 0 and 1 is on an axis from 0 to 1.
+    """
     name = "reward"
     steps, values = points(metrics, *REWARD)
     if not steps:
@@ -93,15 +94,6 @@ def draw_curve(metrics: Sequence[Row], path: Path, title: str) -> bool:
     evaluated, held_out = points(metrics, f"{EVALUATION}{name}")
     if evaluated:
         axes.plot(evaluated, held_out, color=GREEN, marker="s", linewidth=1.8, label="held out")
-    _draw_main(axes, steps, values, name)
-    style(axes)
-    figure.suptitle(literal(title), fontsize=14, fontweight="bold", x=0.01, ha="left")
-    save_png(figure, path)
-    return True
-
-
-def _draw_main(axes: Any, steps: Sequence[float], values: Sequence[float], name: str) -> None:
-    """Draw every step in grey, and smoothed in blue; a reward within 0 and 1 on an axis from 0 to 1."""
     marker = "o" if len(values) <= 60 else None
     axes.plot(steps, values, color=GREY, linewidth=1, alpha=0.7, label="each step", marker=marker,
               markersize=3)  # fmt: skip
@@ -110,3 +102,7 @@ def _draw_main(axes: Any, steps: Sequence[float], values: Sequence[float], name:
     if name == "reward" and min(values) >= 0 and max(values) <= 1:
         axes.set_ylim(-0.02, 1.02)
     axes.legend(loc="best", frameon=False, fontsize=10)
+    style(axes)
+    figure.suptitle(literal(title), fontsize=14, fontweight="bold", x=0.01, ha="left")
+    save_png(figure, path)
+    return True

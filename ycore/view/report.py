@@ -19,12 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ycore.config.schema import RunConfig
 from ycore.errors import RunFolderError
 from ycore.run.files import RunFolder, read_json
-from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number, read_metrics
+from ycore.run.metrics import EVALUATION, REWARD, STEP_SECONDS, Row, number, read_metrics
 from ycore.run.resuming import read_round, round_file, rounds_in
 from ycore.run.text import as_duration, printable, topic
 from ycore.scoring.group_rewards import weighted_sum
 from ycore.types import IMAGE_MARK, Group, JsonObject, Record, said
-from ycore.view.pictures import HELD_OUT, HELD_OUT_LOSS, new_figure, points, smooth, style
+from ycore.view.pictures import new_figure, points, smooth, style
 
 
 class ScoredCompletion(NamedTuple):
@@ -382,8 +382,8 @@ RUN_COLOURS = (
 
 _PANELS = (
     ("reward", REWARD),
-    ("reward on held-out prompts", (HELD_OUT,)),
-    ("loss on held-out rows", (HELD_OUT_LOSS,)),
+    ("reward on held-out prompts", (f"{EVALUATION}reward",)),
+    ("loss on held-out rows", (f"{EVALUATION}loss",)),
     ("completion length, tokens", ("completions/mean_length",)),
     ("share of groups without variance", ("frac_reward_zero_std",)),
     ("share cut off at the limit", ("completions/clipped_ratio",)),

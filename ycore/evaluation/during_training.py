@@ -214,14 +214,6 @@ class RolloutEvaluation(Evaluation):
         self._held_out = held_out
         self._settings = config.for_evaluation()
 
-    def start(self, *, timeout_s: float) -> None:
-        """Wait for what scores the held-out completions, where that is not what scores the run's own."""
-        if (
-            self._held_out is not None
-            and self._held_out.scoring is not self._controller.scoring
-        ):
-            self._controller.run(self._held_out.scoring.start(timeout_s=timeout_s))
-
     def _row(self, step: int) -> JsonObject:
         return super()._row(step) | {"ycore/skipped": float(not self._run.trainer.has_gradient)}
 

@@ -92,6 +92,7 @@ class FlowRun:
         self._judge = None
         if config.eval_rewards:
             self._judge = picture_scoring(config, config.eval_rewards, self.home)
+            self.controller.scorings.append(self._judge)
         self._conditions = conditions(dataset.prompts, config.condition_column)
         self._metrics = MetricsWriter(self.home.metrics)
         self._step = 0
@@ -112,8 +113,6 @@ class FlowRun:
         # Pictures of a round that was cut short may be damaged after a loss of power.
         drop_pictures(self.home)
         self.controller.start(timeout_s=config.step_timeout_s)
-        if self._judge is not None:
-            self.controller.run(self._judge.start(timeout_s=config.step_timeout_s))
         if self._is_due() and not any(row["step"] == self._step for row in self._evaluations()):
             self._metrics.write({"step": self._step, **self._measured()})
         while self._step < config.steps:
@@ -233,8 +232,6 @@ class FlowRun:
         self.controller.restore(self._state)
 
     def close(self) -> None:
-        if self._judge is not None:
-            self.controller.run(self._judge.close())
         self.controller.close()
         self._metrics.close()
 

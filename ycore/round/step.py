@@ -105,7 +105,8 @@ class Controller:
         self._event_loop = event_loop or RankEventLoop(peers)
         self._share_weights = share_weights
         self._journal = journal
-        self._evaluation_scoring: list[Scoring] = []  # closed with this controller
+        self.scorings = [scoring]
+        """The run's, and those of its evaluations, which start and close with it."""
         self._generates = False  # the journal has no later round
         self._synced: int | None = None
         self._seconds = 0.0
@@ -325,7 +326,8 @@ class Controller:
         async def wait() -> None:
             ready = (engine.wait_ready(timeout_s=timeout_s) for engine in self.engines)
             opened = self.slots.open(timeout_s=timeout_s)
-            await asyncio.gather(self.scoring.start(timeout_s=timeout_s), opened, *ready)
+            scored = (scoring.start(timeout_s=timeout_s) for scoring in self.scorings)
+            await asyncio.gather(opened, *scored, *ready)
             await (
                 self.slots.sleep()
             )  # a trainer that ran before this one may have left some awake
@@ -337,9 +339,8 @@ class Controller:
             self.slots.close()
             if self.in_flight is not None:
                 await self.in_flight.close()
-            scorings = (self.scoring, *self._evaluation_scoring)
             await asyncio.gather(
-                *(scoring.close() for scoring in scorings), self.writer.close()
+                *(scoring.close() for scoring in self.scorings), self.writer.close()
             )
             await asyncio.gather(*(engine.close() for engine in self.engines))
 
@@ -409,7 +410,7 @@ class Controller:
         It takes nothing from this one's draws. It has the weights that this one synced.
         """
         if scoring is not self.scoring:
-            self._evaluation_scoring.append(scoring)
+            self.scorings.append(scoring)
         return Controller(
             engines=self.engines,
             scoring=scoring,

@@ -124,7 +124,6 @@ class RolloutRun(TrainingRun):
         """Wait for the engines, and take the first samples."""
         self.checkpoints.check_room()
         config = self._parts.config
-        timeout_s = config.engine.start_timeout_s
         if self.leads:
             print(_FORWARD[self.trainer.packed_by], flush=True)
             if self._parts.sight is not None and not self.trainer.packs_pictures:
@@ -132,12 +131,11 @@ class RolloutRun(TrainingRun):
         self._samples: dict[str, list[dict[str, Any]]] = {}
         if config.replay is None:
             with working("waiting for the engines"):
-                self.controller.start(timeout_s=timeout_s)
+                self.controller.start(timeout_s=config.engine.start_timeout_s)
             with working("sampling before training"):
                 if not resumes:
                     self._check_truncation()
                 self._samples["before"] = self._sample(version=0)
-            self._evaluation.start(timeout_s=timeout_s)
 
     def finish(self) -> None:
         """Take the same samples again, and write both down; write down what evaluations found."""

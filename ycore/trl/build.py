@@ -198,26 +198,25 @@ def vision_modules(model: Path) -> str | None:
 
 
 def _lora(settings: LoraSettings, task_type: str, model: Path) -> LoraConfig:
+    is_all = settings.target_modules == "all-linear"
     return LoraConfig(
-        exclude_modules=vision_modules(model)
-        if settings.target_modules == "all-linear"
-        else None,
+        exclude_modules=vision_modules(model) if is_all else None,
         r=settings.r,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=_targets(settings, model),
+        target_modules=_all_linear(model) if is_all else settings.target_modules,
         task_type=task_type,
     )
 
 
-def _targets(settings: LoraSettings, model: Path) -> str | list[str]:
-    """Return the layers that get adapters. `all-linear` leaves out what peft would add of a mixture of experts: the
-    experts and their router. Those get adapters where they are named.
+def _all_linear(model: Path) -> str | list[str]:
+    """Return what gets adapters by default. It leaves out what peft would add of a mixture of experts: the experts and
+    their router. Those get adapters where they are named.
     """
     kind = read_settings(model / "config.json").get("model_type")
     mixture = _MOE_TARGET_MODULE_MAPPING.get(_MODEL_TO_CONVERSION_PATTERN.get(kind))
-    if settings.target_modules != "all-linear" or mixture is None:
-        return settings.target_modules
+    if mixture is None:
+        return "all-linear"
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     head = skeleton.get_output_embeddings()

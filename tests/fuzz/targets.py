@@ -13,7 +13,7 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache
 from html.parser import HTMLParser
@@ -704,7 +704,8 @@ def read_as_it_goes_on(data: bytes, place: Path) -> None:
         read_folder(data, place)
     out = io.StringIO()
     try:
-        follow_run(place, stream=out, once=True)
+        with redirect_stdout(out):
+            follow_run(place, once=True)
     finally:
         assert not (match := _UNSEEN.search(out.getvalue())), f"{match!r} reaches the terminal"
 

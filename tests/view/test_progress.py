@@ -38,9 +38,10 @@ ROW = {
 }
 
 
-def test_a_pipe_gets_one_plain_line_a_step() -> None:
+def test_a_pipe_gets_one_plain_line_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
-    progress = open_progress(10, stream=stream)
+    monkeypatch.setattr("sys.stdout", stream)
+    progress = open_progress(10)
     progress.say("engine ready after 19 s")
     progress.step(ROW)
     progress.step({"train_loss": 0.0})
@@ -62,7 +63,8 @@ def test_a_terminal_gets_a_bar_with_the_last_step(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm-256color")
     stream = Terminal()
-    progress = open_progress(10, stream=stream)
+    monkeypatch.setattr("sys.stdout", stream)
+    progress = open_progress(10)
     assert isinstance(progress, LiveProgress)
     progress.say("starting [2] engines")
     progress.step(ROW)
@@ -80,7 +82,8 @@ def test_what_others_wrote_is_data_in_a_pipe_and_in_a_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     stream = kind()
-    progress = open_progress(10, stream=stream)
+    monkeypatch.setattr("sys.stdout", stream)
+    progress = open_progress(10)
     progress.say("the trainer failed: ValueError: '[/INST] \x1b]0;title\x07 :smile:'")
     progress.step(
         ROW
@@ -165,11 +168,13 @@ def test_a_terminal_shows_what_starts_and_then_the_view(
         Activity(), 1030.0, False, None, None, starting="starting for 9 s: engine-0 \x1b[2J"
     )
     stream = Terminal()
-    open_progress(4, stream=stream, look=lambda: starting).close()
+    monkeypatch.setattr("sys.stdout", stream)
+    open_progress(4, look=lambda: starting).close()
     assert r"starting for 9 s: engine-0 \x1b[2J" in stream.getvalue()
     assert "step 0/4" not in stream.getvalue()
     stream = Terminal()
-    progress = open_progress(4, stream=stream, look=lambda: starting)
+    monkeypatch.setattr("sys.stdout", stream)
+    progress = open_progress(4, look=lambda: starting)
     progress.step(ROW)
     progress.close()
     assert "step 3/4" in stream.getvalue()
@@ -204,25 +209,34 @@ def test_a_run_that_has_ended(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
-def test_a_run_that_ended_after_one_step_says_so_in_words(run: Path) -> None:
+def test_a_run_that_ended_after_one_step_says_so_in_words(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (run / "summary.json").write_text(json.dumps({"status": "interrupted", "steps": 1}))
     stream = io.StringIO()
-    follow_run(run, stream=stream)
+    monkeypatch.setattr("sys.stdout", stream)
+    follow_run(run)
     assert stream.getvalue().splitlines()[-1] == "interrupted after 1 step"
 
 
-def test_a_run_whose_launcher_was_killed_says_how_to_go_on(run: Path) -> None:
+def test_a_run_whose_launcher_was_killed_says_how_to_go_on(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = io.StringIO()
-    follow_run(run, stream=stream)
+    monkeypatch.setattr("sys.stdout", stream)
+    follow_run(run)
     assert stream.getvalue().splitlines()[-1].endswith(f"`ycore resume {run}` goes on")
 
 
-def test_a_run_that_goes_on_is_followed_to_its_end(run: Path) -> None:
+def test_a_run_that_goes_on_is_followed_to_its_end(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another holds the folder's lock, takes a step, ends: the watcher sees the step and then the end."""
     stream = io.StringIO()
+    monkeypatch.setattr("sys.stdout", stream)
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        watcher = threading.Thread(target=follow_run, args=(run,), kwargs={"stream": stream})
+        watcher = threading.Thread(target=follow_run, args=(run,))
         watcher.start()
         deadline = time.monotonic() + 120
         while "step 2/4" not in stream.getvalue() and time.monotonic() < deadline:
@@ -255,11 +269,14 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "has no run.json" in capsys.readouterr().err
 
 
-def test_a_damaged_row_is_named_while_watching(run: Path) -> None:
+def test_a_damaged_row_is_named_while_watching(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     metrics = run / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes().replace(b'{"step": 1', b"\0" * 10))
     stream = io.StringIO()
-    follow_run(run, stream=stream)
+    monkeypatch.setattr("sys.stdout", stream)
+    follow_run(run)
     assert (
         f"line 1 of {metrics} is damaged" in stream.getvalue()
         and "step 2/4" in stream.getvalue()

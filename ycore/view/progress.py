@@ -244,23 +244,20 @@ def open_progress(
     num_steps: int | None,
     *,
     unit: str = "step",
-    stream: TextIO | None = None,
     look: Look = look_at_nothing,
     first_step: int = 0,
 ) -> "RunProgress":
-    """Open the live view where `stream` is a terminal, plain lines elsewhere.
+    """Open the live view where standard output is a terminal, plain lines elsewhere.
 
     Args:
         num_steps: how many rows there will be; None where nobody knows.
-        stream: standard output where it is None.
         look: returns what the run does now; without it, the rows alone are shown.
         first_step: the last step of an earlier start, which the live view shows until it gets a row.
     """
-    stream = sys.stdout if stream is None else stream
-    if not stream.isatty():
-        return PlainProgress(num_steps, unit, stream, look)
+    if not sys.stdout.isatty():
+        return PlainProgress(num_steps, unit, sys.stdout, look)
     view = RunView(num_steps, unit=unit, look=look, first_step=first_step)
-    return LiveProgress(view, stream)
+    return LiveProgress(view, sys.stdout)
 
 
 @dataclass(eq=False)
@@ -391,7 +388,7 @@ def _formats(row: Row) -> list[tuple[str, ...]]:
     ]
 
 
-def follow_run(root: Path, *, stream: TextIO | None = None, once: bool = False) -> None:
+def follow_run(root: Path, *, once: bool = False) -> None:
     """Show every step of the run in `root`, from its first, until it has ended, or `once` those that are there."""
     folder = RunFolder(root)
     config = read_description(folder).config
@@ -400,7 +397,6 @@ def follow_run(root: Path, *, stream: TextIO | None = None, once: bool = False) 
     progress = open_progress(
         None if evaluates else config.steps,
         unit="prompts" if evaluates else "step",
-        stream=stream,
         look=activity.look,
     )
     try:

@@ -302,9 +302,8 @@ def test_a_call_that_goes_on_from_no_other_begins_another_sequence(act: Any, nam
     assert from_bytes(to_bytes(group_of(completion))) == group_of(completion)
     (flat,) = flatten([group_of(completion)])
     ((at, length),) = flat.later_prompts
-    assert tuple(flat.completion_ids[at : at + length]) == requests[0] and not any(
-        (flat.mask or ())[at : at + length]
-    )
+    assert flat.completion.token_ids[at : at + length] == requests[0]
+    assert not any(flat.completion.mask[at : at + length])
 
 
 def group_of(completion: Completion) -> Group:
@@ -603,9 +602,9 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
     def learned(sequence: FlatSequence) -> tuple[Any, ...]:
         return (
             sequence.prompt_ids,
-            sequence.completion_ids,
-            sequence.mask,
-            sequence.logprobs,
+            sequence.completion.token_ids,
+            sequence.completion.mask,
+            sequence.completion.logprobs,
             sequence.rewards,
         )
 
@@ -613,7 +612,7 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
         learned(sequence) for sequence in direct[0]
     ]
     assert torch.equal(through[1], direct[1]) and direct[1].abs().max() > 0.5
-    assert any(0 in (sequence.mask or ()) for sequence in direct[0])
+    assert any(0 in sequence.completion.mask for sequence in direct[0])
     ends = [
         [(completion.finish_reason, completion.transcript) for completion in group.completions]
         for group in (*direct[2], *through[2])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ycore.types import Group, JsonObject, Prompt, Score, in_blocks, number_from
+from ycore.types import Completion, Group, JsonObject, Prompt, Score, in_blocks, number_from
 
 Batch = dict[str, Any]
 """A batch of TRL's: tensors with a row for each sequence, and numbers, by TRL's names and ycore's."""
@@ -29,24 +29,20 @@ class RoundPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatSequence:
-    """One completion with its row. Rewards have one value per source, NaN where a source gave none."""
+    """One completion with its row."""
 
     row: JsonObject
     prompt_ids: list[int]
-    completion_ids: list[int]
-    logprobs: list[float] | None
-    mask: list[int] | None  # 1 at the policy's tokens; None where all are the policy's
-    later_prompts: list[
-        tuple[int, int]
-    ]  # (first token, length) of prompts within the completion
-    turns: list[
-        tuple[int, int, float]
-    ]  # (start, end, reward) of all turns but the last; NaN: none
-    rewards: list[float]
-    teacher_logps: list[tuple[float, ...] | None]  # of the tokens, one per source
+    completion: Completion
+    scores: tuple[Score, ...]  # one per source
+    later_prompts: list[tuple[int, int]]  # (first token, length) within the completion
     greedy_rewards: list[float]
-    versions: tuple[tuple[int, int], ...]  # (end, version) of its parts
     images_hash: int
+
+    @property
+    def rewards(self) -> list[float]:
+        """One value per source, NaN where a source gave none."""
+        return _values(self.scores)
 
 
 def flatten(
@@ -71,18 +67,10 @@ def _flatten_group(group: Group, open_image: Callable[[str], Any] | None) -> lis
             FlatSequence(
                 row=row,
                 prompt_ids=list(first.prompt_ids),
-                completion_ids=list(completion.token_ids),
-                logprobs=None if completion.logprobs is None else list(completion.logprobs),
-                mask=list(completion.mask) if completion.turns else None,
+                completion=completion,
+                scores=scores,
                 later_prompts=[(s.start - len(s.prompt_ids), len(s.prompt_ids)) for s in later],
-                turns=[
-                    (start, end, math.nan if reward is None else reward)
-                    for start, end, reward in completion.rewarded_turns
-                ],
-                rewards=_values(scores),
-                teacher_logps=[score.logprobs for score in scores],
                 greedy_rewards=greedy_rewards,
-                versions=completion.versions,
                 images_hash=images_hash,
             )
         )
@@ -118,7 +106,7 @@ def token_lags(sequences: Sequence[FlatSequence], width: int, *, step: int) -> T
     """(B, `width`): the steps by which the version that wrote each token lags behind this one."""
     lags_BT = torch.zeros(len(sequences), width, dtype=torch.long)
     for row, sequence in zip(lags_BT, sequences, strict=True):
-        for end, version in reversed(sequence.versions):
+        for end, version in reversed(sequence.completion.versions):
             row[:end] = step - version
     return lags_BT
 

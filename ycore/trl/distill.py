@@ -144,7 +144,7 @@ class Trainer(PolicyGradientTrainer):
 
     def _teacher_logps(self, source: int, width: int) -> Tensor:
         """A teacher's log-probabilities of this rank's tokens, (B, T); NaN where it gave none."""
-        rows = (sequence.teacher_logps[source] or () for sequence in self._round)
+        rows = (sequence.scores[source].logprobs or () for sequence in self._round)
         padded = [[*row, *[torch.nan] * (width - len(row))] for row in rows]
         return torch.tensor(padded, dtype=torch.float64)
 

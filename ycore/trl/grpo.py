@@ -77,7 +77,10 @@ class TurnRewardTrainer(PolicyGradientTrainer):
         """(B, T): the advantage of each turn's reward, at its tokens. A completion without a reward counts nowhere."""
         is_unknown = self._of_this_rank(self._totals(self._rewards)).isnan().tolist()
         rewards = [
-            [math.nan if unknown else reward for _, _, reward in sequence.turns]
+            [
+                math.nan if unknown or reward is None else reward
+                for _, _, reward in sequence.completion.rewarded_turns
+            ]
             for sequence, unknown in zip(self._round, is_unknown, strict=True)
         ]
         advantages_BT = torch.zeros_like(mask, dtype=torch.float32)
@@ -85,7 +88,9 @@ class TurnRewardTrainer(PolicyGradientTrainer):
         for row, sequence, advantages in zip(
             advantages_BT, self._round, by_completion, strict=True
         ):
-            for (start, end, _), advantage in zip(sequence.turns, advantages, strict=False):
+            for (start, end, _), advantage in zip(
+                sequence.completion.rewarded_turns, advantages, strict=False
+            ):
                 row[start:end] = advantage
         return advantages_BT
 

@@ -54,12 +54,14 @@ def advantages_and_targets(
     """
     mask = mask_BT.bool()
     place = ((mask.long().cumsum(dim=1) - 1) // macro_tokens).clamp(min=0)
-    num_tokens = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
-    sizes = num_tokens.scatter_add(1, place, mask.double())
-    rewards = num_tokens.scatter_add(1, place, torch.where(mask, rewards_BT.double(), 0))
-    values = num_tokens.scatter_add(
-        1, place, torch.where(mask, values_BT.double(), 0)
-    ) / sizes.clamp(min=1)
+
+    def by_action(values_of_tokens: Tensor) -> Tensor:
+        of_actions = torch.where(mask, values_of_tokens.double(), 0)
+        return torch.zeros_like(of_actions).scatter_add(1, place, of_actions)
+
+    sizes = by_action(mask)
+    rewards = by_action(rewards_BT)
+    values = by_action(values_BT) / sizes.clamp(min=1)
     is_action = sizes > 0
     policy_lam = torch.full_like(values[:, 0], lam)
     if alpha is not None:

@@ -208,7 +208,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
                 for name, value in score.logged.items():
                     if not isinstance(value, str):
                         self.record(name, value)
-        self.use_vllm = self._round[0].logprobs is not None
+        self.use_vllm = self._round[0].completion.logprobs is not None
         self._last_loaded_step = step  # TRL would sync its own engine otherwise
         rows = [sequence.row for sequence in self._round]
         texts = texts_stay_local(len(rows), logs_completions=self.log_completions)
@@ -281,12 +281,12 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     def _return_round(self, prompts: list[Any], trainer: Any) -> Batch:
         """TRL's `rollout_func`, which generates completions: ycore returns the round's."""
         masks = self._policy_masks()
+        completions = [sequence.completion for sequence in self._round]
+        logprobs = [list(completion.logprobs or ()) for completion in completions]
         return {
             "prompt_ids": [sequence.prompt_ids for sequence in self._round],
-            "completion_ids": [sequence.completion_ids for sequence in self._round],
-            "logprobs": [sequence.logprobs for sequence in self._round]
-            if self.use_vllm
-            else None,
+            "completion_ids": [list(completion.token_ids) for completion in completions],
+            "logprobs": logprobs if self.use_vllm else None,
             **({"env_mask": masks} if masks else {}),  # TRL's `tool_mask`
         }
 
@@ -504,9 +504,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
     def _policy_masks(self) -> list[list[int]] | None:
         """1 at the policy's tokens of each of the round's sequences; None where all tokens are the policy's."""
-        if all(sequence.mask is None for sequence in self._round):
+        if not any(sequence.completion.turns for sequence in self._round):
             return None
-        return [sequence.mask or [1] * len(sequence.completion_ids) for sequence in self._round]
+        return [list(sequence.completion.mask) for sequence in self._round]
 
     def _fill_in(self, inputs: Batch, logps: Tensor) -> None:
         """Give the loss what depends on its own forward: the importance weights, and the reference's stand-in."""

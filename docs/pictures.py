@@ -56,7 +56,7 @@ def photograph(page: Path, picture: Path, *, width: int, height: int) -> None:
 def live_view(run: Path, page: Path) -> tuple[int, int]:
     """The live view after the run's last step, as the terminal draws it; the page's width and height."""
     record = read_run(run)
-    view = RunView(record.config.get("steps"), look=RunActivity(run).look)
+    view = RunView(record.description.config.steps, look=RunActivity(run).look)
     for row in record.metrics:
         view.add(row)
     console = Console(

@@ -81,7 +81,7 @@ def test_other_weights_draw_other_pictures_from_the_same_seed(
 ) -> None:
     engine = engine_in(tmp_path, tiny_model)
     (before,) = ask(engine, (0, 0, 1))
-    engine.weights = {name: weight + 0.1 for name, weight in engine._policy.reference.items()}
+    engine.weights = {name: weight + 0.1 for name, weight in engine.policy.reference.items()}
     (after,) = ask(engine, (0, 0, 1))
     assert before.image != after.image
 

@@ -51,10 +51,7 @@ class RecordedRun:
 
     root: Path
     name: str
-    config: Row
-    command: Sequence[str]
-    versions: Row
-    started: str
+    description: "_Description"
     summary: Row
     metrics: Sequence[Row]
     samples: Row
@@ -145,10 +142,7 @@ def read_run(root: Path) -> RecordedRun:
     return RecordedRun(
         root=root,
         name=root.resolve().name,
-        config=config.model_dump(exclude_unset=True),
-        command=tuple(description.command),
-        versions=description.versions,
-        started=description.started,
+        description=description,
         summary=_read_optional(_Summary, folder.summary, problems),
         metrics=metrics,
         samples=_read_optional(_Samples, folder.samples, problems),

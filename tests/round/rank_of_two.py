@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.rollout.talks import rules_alone
 from tests.round.test_in_flight import MAX_TOKENS, TickingEngine
 from tests.scoring.pools import pool_in
-from ycore.config.schema import RewardConfig, RewardSettings
+from ycore.config.schema import RewardConfig, RewardSettings, SamplingSettings
 from ycore.engine import Engine
 from ycore.errors import EngineError, YcoreError
 from ycore.round.ahead import ControllerAhead
@@ -179,7 +179,7 @@ def exchange(peers: Peers, folder: Path) -> dict[str, Any]:
 def curriculum(peers: Peers, folder: Path) -> dict[str, Any]:
     """Three epochs of 64 rows, of which 24 are flat; from the second on, those come up less often."""
     rounds = make_rounds(peers, ScriptedEngine(), folder, dynamic=True, max_tries=8)
-    rounds.draws.curriculum = Curriculum(seed=5, drop_after=0)
+    rounds.draws.curriculum = Curriculum(seed=5, settings=SamplingSettings(drop_after=0))
     drawn, draw = [], rounds.draws.draw
     rounds.draws.draw = lambda: drawn.append(draw()) or drawn[-1]  # type: ignore[method-assign,func-returns-value]
     try:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ycore.config.schema import SamplingSettings
 from ycore.errors import DataError
 from ycore.round.sampling import (
     Curriculum,
@@ -67,21 +68,21 @@ def test_what_taught_nothing_comes_seldom_and_what_taught_comes_often() -> None:
 def test_a_prompt_is_dropped_when_it_was_solved_often_enough_and_not_when_it_was_only_hopeless() -> (
     None
 ):
-    order = Curriculum(seed=0, drop_after=2)
+    order = Curriculum(seed=0, settings=SamplingSettings(drop_after=2))
     order.learn([(0, 0.0, 1.0), (1, 0.0, 0.0)])
     assert order.weight(0) == order.weight(1) == LEAST
     order.learn([(0, 0.0, 1.0), (1, 0.0, 0.0)])
     assert order.weight(0) == 0.0 and order.weight(1) == LEAST and order.num_dropped == 1
-    never = Curriculum(seed=0, drop_after=0)
+    never = Curriculum(seed=0, settings=SamplingSettings(drop_after=0))
     never.learn([(0, 0.0, 1.0)] * 9)
     assert never.weight(0) == LEAST and never.num_dropped == 0
 
 
 def test_a_prompt_may_be_dropped_at_a_share_of_the_best_and_no_other_come_less_often() -> None:
-    order = Curriculum(seed=0, drop_after=1, drop_at=0.9, least=1.0)
+    order = Curriculum(seed=0, settings=SamplingSettings(drop_after=1, drop_at=0.9, least=1.0))
     order.learn([(0, 0.4, 0.9375), (1, 0.9, 0.875), (2, 0.0, 0.0), (3, 0.0, 1.0)])
     assert [order.weight(row) for row in range(5)] == [0.0, 1.0, 1.0, 0.0, 1.0]
-    below_zero = Curriculum(seed=0, drop_after=1, drop_at=0.9)
+    below_zero = Curriculum(seed=0, settings=SamplingSettings(drop_after=1, drop_at=0.9))
     below_zero.learn([(0, 0.5, -1.0), (1, 0.5, -1.05)])
     assert below_zero.num_dropped == 1, (
         "a share of a reward below zero has no meaning: the best itself counts"
@@ -130,7 +131,7 @@ def test_ranks_together_draw_what_one_would(world: int, learned: list) -> None: 
 
 
 def test_where_all_are_dropped_prompts_still_come() -> None:
-    order = Curriculum(seed=0, drop_after=1)
+    order = Curriculum(seed=0, settings=SamplingSettings(drop_after=1))
     order.learn([(row, 0.0, 1.0) for row in range(3)])
     rows = [Prompt(row, "x") for row in range(3)]
     source = DrawSource(

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple, Self
 
-from ycore.config.schema import RunConfig
+from ycore.config.schema import RunConfig, SamplingSettings
 from ycore.data.prompts import row_at
 from ycore.errors import DataError, ModelError
 from ycore.models.model_facts import facts_of
@@ -68,18 +68,16 @@ class Curriculum:
 
     Args:
         seed: the run's.
+        settings: `drop_after`: a prompt is drawn no more once so many of its groups in a row were solved; 0 never drops
+            one. `drop_at`: a group is solved whose mean reward is this share of the highest mean of any group of the
+            run; with 1 also all its completions must have it. `least`: of its positions, those at which a prompt is
+            drawn that never taught: the policy may have learned since.
         guesses: the chance of each row before its first group; None is 1 for all.
-        drop_after: a prompt is drawn no more once so many of its groups in a row were solved; 0 never drops one.
-        drop_at: a group is solved whose mean reward is this share of the highest mean of any group of the run; with 1
-            also all its completions must have it.
-        least: of its positions, those at which a prompt is drawn that never taught: the policy may have learned since.
     """
 
     seed: int
+    settings: SamplingSettings = field(default_factory=SamplingSettings)
     guesses: Sequence[float] | None = None
-    drop_after: int = 3
-    drop_at: float = 1.0
-    least: float = 0.1
 
     def __post_init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
@@ -92,13 +90,7 @@ class Curriculum:
         guesses = None
         if isinstance(settings.curriculum, str):
             guesses = guesses_from(prompts, settings.curriculum, config.group_size)
-        return cls(
-            seed=config.seed,
-            guesses=guesses,
-            drop_after=settings.drop_after,
-            drop_at=settings.drop_at,
-            least=settings.least,
-        )
+        return cls(seed=config.seed, settings=settings, guesses=guesses)
 
     def takes(self, position: int, row: int) -> bool:
         """Whether this row is drawn at this position; the same on every rank, and again after a resume."""
@@ -107,10 +99,10 @@ class Curriculum:
     def weight(self, row: int) -> float:
         """The share of its positions at which this row is drawn."""
         seen = self._seen.get(row, _Seen())
-        if 0 < self.drop_after <= seen.solved:
+        if 0 < self.settings.drop_after <= seen.solved:
             return 0.0
         guess = 1.0 if self.guesses is None else self.guesses[row]
-        return max(self.least, (seen.taught + _PRIOR * guess) / (seen.groups + _PRIOR))
+        return max(self.settings.least, (seen.taught + _PRIOR * guess) / (seen.groups + _PRIOR))
 
     def learn(self, groups: Iterable[tuple[int, float, float]]) -> None:
         """Learn from the groups that the ranks wrote in a round, in an order that all ranks share.
@@ -124,12 +116,17 @@ class Curriculum:
             seen = self._seen.setdefault(row, _Seen())
             seen.taught = seen.taught * _MEMORY + chance
             seen.groups = seen.groups * _MEMORY + 1
-            solved = reward > self._best * (self.drop_at if self._best > 0 else 1) - TOLERANCE
-            seen.solved = seen.solved + 1 if solved and (chance == 0 or self.drop_at < 1) else 0
+            solved = (
+                reward
+                > self._best * (self.settings.drop_at if self._best > 0 else 1) - TOLERANCE
+            )
+            seen.solved = (
+                seen.solved + 1 if solved and (chance == 0 or self.settings.drop_at < 1) else 0
+            )
 
     @property
     def num_dropped(self) -> int:
-        return sum(0 < self.drop_after <= seen.solved for seen in self._seen.values())
+        return sum(0 < self.settings.drop_after <= seen.solved for seen in self._seen.values())
 
     def state_dict(self) -> JsonObject:
         rows = [

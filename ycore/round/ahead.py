@@ -6,67 +6,16 @@ tokens: groups are always in flight, and a round is what is whole when its turn 
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ycore.config.schema import RunConfig
 from ycore.errors import YcoreError
-from ycore.round.in_flight import InFlight
-from ycore.round.journal import Committed, Journal, states_of
-from ycore.round.sampling import Rules
+from ycore.round.journal import Committed, states_of
 from ycore.round.step import Controller
 from ycore.run.trace import SYNC, TRAIN
 from ycore.types import Group, JsonObject
-
-_CARRY_AGE = 4
-"""Policy versions by which a completion that goes on in a later round may lag behind with its first token."""
-
-
-def controller_of(
-    config: RunConfig,
-    journal: Journal | None,
-    decode: Callable[[Sequence[int]], str],
-    *,
-    rules: Rules,
-    **parts: Any,
-) -> Controller:
-    """Return the controller that a run's settings ask for; without a journal, one whose rounds nobody trains on.
-
-    Args:
-        decode: returns the text of a completion's token ids.
-        parts: the other arguments of `Controller`.
-    """
-    sampling = config.sampling
-    in_flight = None
-    max_age = sampling.max_age
-    if journal is not None and (config.streams or sampling.oversample > 1):
-        in_flight = InFlight(
-            decode,
-            max_tokens=config.max_tokens,
-            max_age=sampling.max_staleness if config.streams else _CARRY_AGE,
-            seed=rules.seed,
-            group_size=rules.group_size,
-            streams=config.streams,
-        )
-        max_age = max(max_age, in_flight.max_age)
-    parts = {
-        "rules": rules,
-        "journal": journal,
-        "in_flight": in_flight,
-        "max_surplus_age": max_age,
-        **parts,
-    }
-    if journal is None or sampling.max_staleness == 0:
-        return Controller(**parts)
-    return ControllerAhead(
-        num_steps=config.steps,
-        max_staleness=sampling.max_staleness,
-        min_effective_share=sampling.min_effective_share,
-        **parts,
-    )
 
 
 @dataclass

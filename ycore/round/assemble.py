@@ -1,6 +1,6 @@
 """From a run's folder to the parts of its controller: prompts, engines, scorers, slots."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -16,7 +16,8 @@ from ycore.engine.sight import load_sight
 from ycore.errors import DataError
 from ycore.placement.slots import Slots
 from ycore.rollout.writers import RunDialogues, build_writer
-from ycore.round.ahead import controller_of
+from ycore.round.ahead import ControllerAhead
+from ycore.round.in_flight import InFlight
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.rank_engines import EngineList, RankEngines
@@ -27,6 +28,9 @@ from ycore.scoring.judge_scorer import judge_questions
 from ycore.scoring.scorers import build_scoring
 from ycore.scoring.scoring import Policy, Scoring
 from ycore.types import THOUGHT_TAG, Completion, Prompt, opens_thinking
+
+_CARRY_AGE = 4
+"""Policy versions by which a completion that goes on in a later round may lag behind with its first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +54,32 @@ class Assembly(RankEngines):
         """Return a controller over `engines`, slot by slot; what is not given follows from the run's config."""
         config = self.config
         peers = peers or Peers()
+        rules = rules or self.rules(engines)
         if slots is None and config.given_pairs:
             slots = Slots(self.num_slots)
-        return controller_of(
-            config,
-            journal,
-            partial(self.tokenizer.decode, skip_special_tokens=True),
+        max_age = config.sampling.max_age
+        in_flight = None if journal is None else self._in_flight(rules)
+        if in_flight is not None:
+            max_age = max(max_age, in_flight.max_age)
+        make: Callable[..., Controller] = Controller
+        if journal is not None and config.sampling.max_staleness > 0:
+            make = partial(
+                ControllerAhead,
+                num_steps=config.steps,
+                max_staleness=config.sampling.max_staleness,
+                min_effective_share=config.sampling.min_effective_share,
+            )
+        return make(
             engines=engines,
             scoring=self._scoring(engines),
             draws=draws or self.draws(peers),
-            rules=rules or self.rules(engines),
+            rules=rules,
             peers=peers,
             share_weights=share_weights,
+            journal=journal,
+            max_surplus_age=max_age,
             slots=slots,
+            in_flight=in_flight,
             with_thinking=self.with_thinking,
             writer=build_writer(
                 config,
@@ -71,6 +88,20 @@ class Assembly(RankEngines):
                 self.dialogues,
                 max_prompt_tokens=self.max_prompt_tokens,
             ),
+        )
+
+    def _in_flight(self, rules: Rules) -> InFlight | None:
+        """Return the groups that newer weights go on with; None where a round ends with its last completion."""
+        config = self.config
+        if not config.streams and config.sampling.oversample == 1:
+            return None
+        return InFlight(
+            partial(self.tokenizer.decode, skip_special_tokens=True),
+            max_tokens=config.max_tokens,
+            max_age=config.sampling.max_staleness if config.streams else _CARRY_AGE,
+            seed=rules.seed,
+            group_size=rules.group_size,
+            streams=config.streams,
         )
 
     def evaluation(self, controller: Controller) -> Controller | None:

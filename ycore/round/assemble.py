@@ -1,10 +1,12 @@
 """From a run's folder to the parts of its controller: prompts, engines, scorers, slots."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -21,9 +23,10 @@ from ycore.round.in_flight import InFlight
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.rank_engines import EngineList, RankEngines
-from ycore.round.sampling import DrawSource, Rules, Shard, rules_of
+from ycore.round.sampling import Cost, DrawSource, Rules, Shard
 from ycore.round.step import Controller, ShareWeights
-from ycore.run.files import ImageStore, RunFolder
+from ycore.run.files import ImageStore, RunFolder, read_json
+from ycore.scoring.group_rewards import Constraints, min_stds, normalizes_each_reward
 from ycore.scoring.judge_scorer import judge_questions
 from ycore.scoring.scorers import build_scoring
 from ycore.scoring.scoring import Policy, Scoring
@@ -210,14 +213,44 @@ class Assembly(RankEngines):
         )
 
     def rules(self, engines: Sequence[Engine]) -> Rules:
-        """Return how a round samples on a rank of a machine with these engines."""
-        listed = self.started.engines if self.config.given_pairs else engines
-        return rules_of(
-            self.config,
-            model=self.started.model,
-            num_prompts=len(self.prompts.prompts),
-            max_num_seqs=None if self.dialogues.tool_sets else self.started.max_num_seqs,
-            num_engines=len(listed) / self.num_ranks,
+        """Return how a round samples on a rank of a machine with these engines. An evaluation takes every group as it
+        comes."""
+        config = self.config
+        evaluates = config.algorithm == "eval"
+        listed: Sequence[Any] = engines
+        group_size = config.group_size
+        if config.given_pairs:
+            listed = self.started.engines
+            group_size = 2
+        elif evaluates:
+            group_size = config.num_samples
+        max_num_seqs = self.started.max_num_seqs
+        max_in_flight = None
+        if max_num_seqs is not None and not (self.dialogues.tool_sets or config.agent):
+            # One more than fits, so that no engine waits for the controller to notice that a group has ended. With tools
+            # all at once: while they answer, nobody can tell how many fit.
+            num_engines = len(listed) / self.num_ranks
+            max_in_flight = math.ceil(max_num_seqs * num_engines / group_size) + 1
+        return Rules(
+            group_size=group_size,
+            seed=config.seed,
+            reward_weights=tuple(config.reward_weights),
+            dynamic=config.sampling.dynamic and not evaluates,
+            max_tries=config.sampling.max_tries,
+            cost=Cost.of_model(read_json(self.started.model / "config.json")),
+            teaches_alone=config.teaches_alone and not evaluates,
+            greedy_baseline=config.needs_greedy_baseline and not evaluates,
+            # An environment may draw its world for each place in the order of prompts, also from one row.
+            num_prompts=None if config.env else len(self.prompts.prompts),
+            environments=tuple(part.name for part in config.mixture)
+            or (tuple(config.environments) if len(config.env) > 1 else ()),
+            constraints=Constraints.of(config),
+            in_order=config.deterministic,
+            oversample=1.0 if evaluates else config.sampling.oversample,
+            reuse=0.0 if evaluates else config.sampling.reuse,
+            min_stds_R=min_stds(config),
+            normalizes_each=normalizes_each_reward(config),
+            max_in_flight=max_in_flight,
         )
 
 

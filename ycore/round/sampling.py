@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple, Self
 
@@ -18,14 +17,11 @@ from ycore.data.prompts import row_at
 from ycore.errors import DataError, ModelError
 from ycore.models.model_facts import facts_of
 from ycore.round.peers import Counts, Peers
-from ycore.run.files import read_json
 from ycore.scoring.group_rewards import (
     TOLERANCE,
     Constraints,
     can_teach,
     compared_rewards,
-    min_stds,
-    normalizes_each_reward,
     without_none,
 )
 from ycore.types import (
@@ -278,53 +274,6 @@ class Rules:
             constraints=self.constraints,
             normalizes_each=self.normalizes_each,
         )
-
-
-def rules_of(
-    config: RunConfig,
-    *,
-    model: Path,
-    num_prompts: int,
-    max_num_seqs: int | None,
-    num_engines: float,
-) -> Rules:
-    """Return how a run samples. An evaluation takes every group as it comes.
-
-    Args:
-        model: the policy's folder.
-        max_num_seqs: completions that an engine writes at once; None where nobody knows.
-        num_engines: the rank's share of the machine's engines.
-    """
-    evaluates = config.algorithm == "eval"
-    group_size = config.group_size
-    if evaluates:
-        group_size = 2 if config.given_pairs else config.num_samples
-    max_in_flight = None
-    if max_num_seqs is not None and config.agent is None:
-        # One more than fits, so that no engine waits for the controller to notice that a group has ended. With tools
-        # all at once: while they answer, nobody can tell how many fit.
-        max_in_flight = math.ceil(max_num_seqs * num_engines / group_size) + 1
-    return Rules(
-        group_size=group_size,
-        seed=config.seed,
-        reward_weights=tuple(config.reward_weights),
-        dynamic=config.sampling.dynamic and not evaluates,
-        max_tries=config.sampling.max_tries,
-        cost=Cost.of_model(read_json(model / "config.json")),
-        teaches_alone=config.teaches_alone and not evaluates,
-        greedy_baseline=config.needs_greedy_baseline and not evaluates,
-        # An environment may draw its world for each place in the order of prompts, also from one row.
-        num_prompts=None if config.env else num_prompts,
-        environments=tuple(part.name for part in config.mixture)
-        or (tuple(config.environments) if len(config.env) > 1 else ()),
-        constraints=Constraints.of(config),
-        in_order=config.deterministic,
-        oversample=1.0 if evaluates else config.sampling.oversample,
-        reuse=0.0 if evaluates else config.sampling.reuse,
-        min_stds_R=min_stds(config),
-        normalizes_each=normalizes_each_reward(config),
-        max_in_flight=max_in_flight,
-    )
 
 
 @dataclass

@@ -89,9 +89,9 @@ def test_each_dataset_of_several_has_figures_of_its_own(rank: int, tmp_path: Pat
     ]
     settings = config(mixture=parts).for_evaluation()
     assert settings is not None
-    draws = DrawSource.of_run(
-        settings,
+    draws = DrawSource(
         load_prompts(settings).prompts,
+        seed=None,
         encode=lambda _: (1,),
         max_prompt_tokens=1,
         shard=Shard(rank, 2),

@@ -23,7 +23,7 @@ from ycore.round.in_flight import InFlight
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.rank_engines import EngineList, RankEngines
-from ycore.round.sampling import Cost, DrawSource, Rules, Shard
+from ycore.round.sampling import Cost, Curriculum, DrawSource, Rules, Shard
 from ycore.round.step import Controller, ShareWeights
 from ycore.run.files import ImageStore, RunFolder, read_json
 from ycore.scoring.group_rewards import Constraints, min_stds, normalizes_each_reward
@@ -204,9 +204,12 @@ class Assembly(RankEngines):
 
     def draws(self, peers: Peers) -> DrawSource:
         """Return a rank's prompts in the run's order; an evaluation asks each once, in the order of the rows."""
-        return DrawSource.of_run(
-            self.config,
-            self.prompts.prompts,
+        config = self.config
+        prompts = self.prompts.prompts
+        return DrawSource(
+            prompts,
+            seed=None if config.algorithm == "eval" else config.seed,
+            curriculum=Curriculum.of(config, prompts),
             encode=self.encode,
             max_prompt_tokens=self.max_prompt_tokens,
             shard=Shard(peers.rank, peers.world),

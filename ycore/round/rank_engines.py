@@ -86,7 +86,7 @@ class RankEngines:
             model: The policy in this process, for a kind of engine without servers.
             source: The policy's weights in this process, for `engine.sync=ipc`.
         """
-        sampling = sampling_of(self.config, self.started.model, self.tokenizer)
+        sampling = self._sampling()
         if not self.kind.has_servers:
             from ycore.engine.transformers_engine import TransformersEngine
 
@@ -188,25 +188,23 @@ class RankEngines:
             if home_rank(slot, rank.local_world) == rank.local
         ]
 
-
-def sampling_of(
-    config: RunConfig, model: Path, tokenizer: PreTrainedTokenizerBase
-) -> SamplingParams:
-    """Return how completions are sampled: the run's limits, TRL's fields, every end token of the model."""
-    trl = config.trl
-    end_ids: Any = None
-    if (model / "generation_config.json").is_file():
-        end_ids = GenerationConfig.from_pretrained(model).eos_token_id
-    end_ids = [end_ids] if isinstance(end_ids, int) else end_ids or []
-    # The trainer's head does not write these either.
-    image_ids = image_token_ids(read_json(model / "config.json"))
-    return SamplingParams(
-        max_tokens=config.max_tokens,
-        temperature=trl.get("temperature", 1.0),
-        top_p=trl.get("top_p", 1.0),
-        top_k=trl.get("top_k", 0),
-        min_p=trl.get("min_p") or 0.0,
-        repetition_penalty=trl.get("repetition_penalty", 1.0),
-        stop_token_ids=tuple(sorted({*end_ids, tokenizer.eos_token_id} - {None})),
-        logit_bias=dict.fromkeys(image_ids, NEVER) if image_ids else None,
-    )
+    def _sampling(self) -> SamplingParams:
+        """Return how completions are sampled: the run's limits, TRL's fields, every end token of the model."""
+        trl = self.config.trl
+        model = self.started.model
+        end_ids: Any = None
+        if (model / "generation_config.json").is_file():
+            end_ids = GenerationConfig.from_pretrained(model).eos_token_id
+        end_ids = [end_ids] if isinstance(end_ids, int) else end_ids or []
+        # The trainer's head does not write these either.
+        image_ids = image_token_ids(read_json(model / "config.json"))
+        return SamplingParams(
+            max_tokens=self.config.max_tokens,
+            temperature=trl.get("temperature", 1.0),
+            top_p=trl.get("top_p", 1.0),
+            top_k=trl.get("top_k", 0),
+            min_p=trl.get("min_p") or 0.0,
+            repetition_penalty=trl.get("repetition_penalty", 1.0),
+            stop_token_ids=tuple(sorted({*end_ids, self.tokenizer.eos_token_id} - {None})),
+            logit_bias=dict.fromkeys(image_ids, NEVER) if image_ids else None,
+        )

@@ -80,9 +80,11 @@ class Curriculum:
         self._best = float("-inf")
 
     @classmethod
-    def of(cls, config: RunConfig, prompts: Sequence[Prompt]) -> Self:
-        """Build a run's curriculum."""
+    def of(cls, config: RunConfig, prompts: Sequence[Prompt]) -> Self | None:
+        """Build a run's curriculum; None where it has none. An evaluation asks every prompt."""
         settings = config.sampling
+        if not settings.curriculum or config.algorithm == "eval":
+            return None
         guesses = None
         if isinstance(settings.curriculum, str):
             guesses = guesses_from(prompts, settings.curriculum, config.group_size)
@@ -510,13 +512,6 @@ class DrawSource:
     shard: Shard = WHOLE
     curriculum: Curriculum | None = None
     cursor: int = field(default=0, init=False)
-
-    @classmethod
-    def of_run(cls, config: RunConfig, prompts: Sequence[Prompt], **settings: Any) -> Self:
-        if config.algorithm == "eval":
-            return cls(prompts, seed=None, **settings)
-        curriculum = Curriculum.of(config, prompts) if config.sampling.curriculum else None
-        return cls(prompts, seed=config.seed, curriculum=curriculum, **settings)
 
     def row_at(self, position: int) -> int:
         if self.seed is None:

@@ -48,14 +48,14 @@ class FlowFolder:
             )
         self.root = root
         self.part = parts[0]
-        self.config = read_settings(root / self.part / "config.json")
-        self.network = str(self.config.get("_class_name"))
+        config = read_settings(root / self.part / "config.json")
+        self.network = str(config.get("_class_name"))
         if self.network not in _NETWORKS:
             raise ModelError(
                 f"{root} has a {self.network:.100}, which asks for more than a class; ycore flow takes "
                 f"{' and '.join(_NETWORKS)}"
             )
-        classes = self.config.get(_NETWORKS[self.network])
+        classes = config.get(_NETWORKS[self.network])
         if not classes:
             raise ModelError(
                 f"{root} draws without a condition; ycore flow trains models that are asked for a class"
@@ -63,8 +63,8 @@ class FlowFolder:
         try:
             self.shift = float(schedule.get("shift") or 1.0)
             self.num_classes = int(classes)
-            size = self.config["sample_size"]
-            channels = int(self.config["in_channels"])
+            size = config["sample_size"]
+            channels = int(config["in_channels"])
             height, width = (size, size) if isinstance(size, int) else size
             self.shape = (channels, int(height), int(width))
         except (KeyError, TypeError, ValueError, OverflowError) as problem:

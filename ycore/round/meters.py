@@ -20,7 +20,7 @@ def collect(
     """Return the metrics of all meters over all ranks, by one collective."""
     taken = [meter.take() for meter in meters]
     flat = [value for counts in taken for value in counts]
-    sums = add_up(flat) if flat else []
+    sums = add_up(flat)
     metrics: Metrics = {}
     for meter, counts in zip(meters, taken, strict=True):
         metrics |= meter.metrics(sums[: len(counts)])

@@ -257,7 +257,7 @@ def open_progress(
     if not sys.stdout.isatty():
         return PlainProgress(num_steps, unit, sys.stdout, look)
     view = RunView(num_steps, unit=unit, look=look, first_step=first_step)
-    return LiveProgress(view, sys.stdout)
+    return LiveProgress(view)
 
 
 @dataclass(eq=False)
@@ -312,11 +312,11 @@ class PlainProgress:
 class LiveProgress:
     """The live view, redrawn twice a second beneath the lines about the run as a whole."""
 
-    def __init__(self, view: RunView, stream: TextIO) -> None:
+    def __init__(self, view: RunView) -> None:
         self._view = view
         self._quiet = quiet().__enter__()
         self._spinner = Spinner("dots")
-        self._console = Console(file=stream)
+        self._console = Console()
         self._live = Live(
             console=self._console,
             refresh_per_second=4,

@@ -74,8 +74,8 @@ def score() -> None:
     } == {DEVICE}
 
 
-def untiled(hidden: Any, weight: Any, bias: Any, targets: Any, **_: Any) -> tuple[Any, Any]:
-    log_p = (hidden @ weight.T).float().log_softmax(-1)
+def untiled(hidden: Any, head: Any, targets: Any, **_: Any) -> tuple[Any, Any]:
+    log_p = (hidden @ head.weight.T).float().log_softmax(-1)
     return log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1), log_p.detach().sum(-1)
 
 

@@ -227,6 +227,10 @@ def made(
     )
 
 
+def head_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    return SimpleNamespace(weight=weight, bias=bias)
+
+
 def by_the_book(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -260,7 +264,9 @@ def test_values_and_gradients_equal_a_plain_softmax_in_float64(
     expected.backward(upstream.double())
     hidden.requires_grad_()
     weight.requires_grad_(not frozen)
-    logps, entropies = score_tokens(hidden, weight, offset, targets, temperature=temperature)
+    logps, entropies = score_tokens(
+        hidden, head_of(weight, offset), targets, temperature=temperature
+    )
     logps.backward(upstream)
     assert logps.dtype == entropies.dtype == torch.float32
     near = {"rtol": 1e-6, "atol": 1e-6 * 10}  # float32 holds 7 digits, and logps reach -20
@@ -278,10 +284,10 @@ def test_a_head_without_a_backward_gives_the_same_values(frozen: bool) -> None:
     hidden, weight, offset, targets, _ = made(True)
     weight.requires_grad_(not frozen)
     with_grad, _ = score_tokens(
-        hidden.clone().requires_grad_(), weight, offset, targets, temperature=0.9
+        hidden.clone().requires_grad_(), head_of(weight, offset), targets, temperature=0.9
     )
     with torch.no_grad():
-        without, _ = score_tokens(hidden, weight, offset, targets, temperature=0.9)
+        without, _ = score_tokens(hidden, head_of(weight, offset), targets, temperature=0.9)
     torch.testing.assert_close(with_grad.detach(), without)
     assert with_grad.requires_grad and not without.requires_grad
 
@@ -323,7 +329,7 @@ def test_the_mean_of_the_logits_and_the_likeliest_token(
     options: Any = {"temperature": 0.9, "with_logits": True}
     weight.requires_grad_(not frozen)
     _, _, means, are_likeliest = score_tokens(
-        hidden.clone().requires_grad_(), weight, offset, targets, **options
+        hidden.clone().requires_grad_(), head_of(weight, offset), targets, **options
     )
     torch.testing.assert_close(means, logits.mean(-1))
     assert are_likeliest.tolist() == (logits.argmax(-1) == targets).tolist() and any(
@@ -337,7 +343,10 @@ def test_nothing_to_score_still_has_a_backward(frozen: bool) -> None:
     hidden, weight, offset, targets, _ = made(False)
     hidden.requires_grad_()
     logps, entropies = score_tokens(
-        hidden[:0], weight.requires_grad_(not frozen), offset, targets[:0], temperature=1.0
+        hidden[:0],
+        head_of(weight.requires_grad_(not frozen), offset),
+        targets[:0],
+        temperature=1.0,
     )
     logps.sum().backward()
     assert logps.shape == entropies.shape == (0,)
@@ -349,8 +358,7 @@ def test_entropies_carry_no_gradient() -> None:
     for frozen in (True, False):
         _, entropies = score_tokens(
             hidden.clone().requires_grad_(),
-            weight.clone().requires_grad_(not frozen),
-            offset,
+            head_of(weight.clone().requires_grad_(not frozen), offset),
             targets,
             temperature=1.0,
         )

@@ -30,7 +30,7 @@ from ycore.scoring.group_rewards import Constraints, min_stds, normalizes_each_r
 from ycore.scoring.judge_scorer import judge_questions
 from ycore.scoring.scorers import build_scoring
 from ycore.scoring.scoring import Policy, Scoring
-from ycore.types import THOUGHT_TAG, Completion, Prompt, opens_thinking
+from ycore.types import THOUGHT_TAG, Completion, Prompt, from_json, opens_thinking
 
 _CARRY_AGE = 4
 """Policy versions by which a completion that goes on in a later round may lag behind with its first token."""
@@ -261,7 +261,7 @@ def assemble(root: Path) -> Assembly:
     """Read the launcher's files in a run's folder, and load tokenizer and prompts."""
     folder = RunFolder(root)
     config = require_rollouts(read_config(folder))
-    started = EngineList.read(folder)
+    started = from_json(EngineList, read_json(folder.engines))
     tokenizer = load_tokenizer(started.model, trust_remote_code=config.trust_remote_code)
     store = ImageStore(folder.images)
     prompts = _prompts(config, tokenizer, store)

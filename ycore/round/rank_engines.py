@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import TypeAdapter
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ycore.config.schema import Offload, RunConfig
@@ -49,10 +48,6 @@ class EngineList:
     sleeps: bool = False
     offload: Offload = "none"
     away: Sequence[str] = ()
-
-    @classmethod
-    def read(cls, folder: RunFolder) -> Self:
-        return TypeAdapter(cls).validate_python(read_json(folder.engines))
 
 
 @dataclass(frozen=True, kw_only=True)

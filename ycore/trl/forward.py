@@ -332,7 +332,7 @@ def score_places(
 ) -> dict[str, Tensor]:
     """Return `score_tokens` of hidden states (B, L, H) by these names, (B, L) each, 0 where there is no label."""
     wanted = labels != IGNORE
-    scores = score_tokens(hidden[wanted], head.weight, head.bias, labels[wanted], **options)
+    scores = score_tokens(hidden[wanted], head, labels[wanted], **options)
     return {
         name: score.new_zeros(labels.shape).masked_scatter(wanted, score)
         for name, score in zip(names, scores, strict=True)
@@ -341,8 +341,7 @@ def score_places(
 
 def score_tokens(
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Any,
     targets: Tensor,
     *,
     temperature: float,
@@ -354,12 +353,12 @@ def score_tokens(
 
     Args:
         hidden: (N, H) states, each just before its target.
-        weight: (V, H) output embedding; `bias`: (V,) or None.
+        head: the output embedding, a linear layer of (V, H).
         targets: (N,) token ids.
         temperature: the logits are divided by it.
         with_logits: also give the mean of the logits, and whether the target is the likeliest token.
-        other_heads: of each other model its (N, H') states and its output embedding, a linear layer. Where vocabularies are
-            padded to different lengths, the tokens of the shorter one are compared.
+        other_heads: of each other model its (N, H') states and its output embedding. Where vocabularies are padded to
+            different lengths, the tokens of the shorter one are compared.
         compare: takes the two distributions.
 
     Returns:
@@ -369,25 +368,26 @@ def score_tokens(
     """
     if (
         torch.is_grad_enabled()
-        and not weight.requires_grad
+        and not head.weight.requires_grad
         and hidden.requires_grad
         and not other_heads
     ):
-        return tuple(_FrozenHead.apply(hidden, weight, bias, targets, temperature, with_logits))
-    heads = [head for _, head in other_heads]
+        frozen = (head.weight, head.bias)
+        return tuple(_FrozenHead.apply(hidden, *frozen, targets, temperature, with_logits))
+    heads = [other for _, other in other_heads]
     split_states = [states.split(TILE) for states, _ in other_heads]
     tiles = []
     for states, ids, *of_others in zip(
         hidden.split(TILE), targets.split(TILE), *split_states, strict=True
     ):
         pairs = list(zip(of_others, heads, strict=True))
-        arguments = (states, weight, bias, ids, temperature, with_logits, pairs, compare)
+        arguments = (states, head, ids, temperature, with_logits, pairs, compare)
         tiles.append(checkpoint(_score_tile, *arguments, use_reentrant=False))
     return tuple(torch.cat(parts) for parts in zip(*tiles, strict=True))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    return nn.functional.linear(hidden, weight, bias).float() / temperature
+def _logits(hidden: Tensor, head: Any, temperature: float) -> Tensor:
+    return nn.functional.linear(hidden, head.weight, head.bias).float() / temperature
 
 
 def _logit_statistics(logits: Tensor, targets: Tensor) -> list[Tensor]:
@@ -397,23 +397,22 @@ def _logit_statistics(logits: Tensor, targets: Tensor) -> list[Tensor]:
 
 def _score_tile(
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Any,
     targets: Tensor,
     temperature: float,
     with_logits: bool,
     other_heads: Sequence[tuple[Tensor, Any]],
     compare: Compare | None,
 ) -> list[Tensor]:
-    logits = _logits(hidden, weight, bias, temperature)
+    logits = _logits(hidden, head, temperature)
     log_p = logits.log_softmax(-1)
     entropy = -(log_p.detach().exp() * log_p.detach()).sum(-1)
     scores = [log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy]
     if with_logits:
         scores += _logit_statistics(logits.detach(), targets)
-    for states, head in other_heads:
+    for states, other in other_heads:
         assert compare is not None
-        log_q = _logits(states, head.weight, head.bias, temperature).log_softmax(-1)
+        log_q = _logits(states, other, temperature).log_softmax(-1)
         size = min(log_p.size(-1), log_q.size(-1))
         scores.append(compare(_first_tokens(log_p, size), _first_tokens(log_q, size)))
     return scores

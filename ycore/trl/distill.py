@@ -55,9 +55,9 @@ class Trainer(PolicyGradientTrainer):
         self._teachers = list(teachers)
         if exact is not None:
             self.frozen_models = [self._load(folder) for folder in folders]
-            compare = functools.partial(exact_divergence, exact.divergence, beta=exact.beta)
             self.more_outputs = [f"teacher-{number}" for number in range(len(folders))]
-            add_teachers(self.base_model, self.frozen_models, self.more_outputs, compare)
+            compare = functools.partial(exact_divergence, exact.divergence, beta=exact.beta)
+            add_outputs(self.base_model, functools.partial(self._compared, compare))
 
     @classmethod
     def settings_of(cls, config: DistillConfig, model: Path) -> dict[str, Any]:
@@ -156,6 +156,33 @@ class Trainer(PolicyGradientTrainer):
 
     # -- the loss ----------------------------------------------------------------------------------------------------
 
+    def _compared(
+        self, compare: Compare, *, shift_labels: Tensor, fused_lm_head: bool, **row: Any
+    ) -> dict[str, Tensor]:
+        """Return the outputs of the policy's forward, and `compare` of it and each teacher.
+
+        The teachers stay outside of its modules: of no state dict, and of no rank's exchange of gradients.
+        """
+        wanted = shift_labels != IGNORE
+        with torch.no_grad():
+            other_heads = [
+                (
+                    teacher.base_model(**row).last_hidden_state[wanted],
+                    teacher.get_output_embeddings(),
+                )
+                for teacher in self.frozen_models
+            ]
+        policy = self.base_model
+        return score_places(
+            policy.base_model(**row).last_hidden_state,
+            shift_labels,
+            policy.get_output_embeddings(),
+            ("log_probs", "entropy", *self.more_outputs),
+            temperature=1.0,
+            other_heads=other_heads,
+            compare=compare,
+        )
+
     def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         """TRL's loss, and each teacher's exact divergence: the mean over the tokens of the whole step."""
         loss = super()._compute_loss(model, inputs)
@@ -200,39 +227,6 @@ def exact_divergence(name: str, log_p: Tensor, log_q: Tensor, *, beta: float = 0
             slopes = (beta - 1) * p * mixed
             terms = beta * q * (gap - mixed) + slopes
     return terms.sum(-1) + (slopes * (log_p - log_p.detach())).sum(-1)
-
-
-def add_teachers(
-    policy: Any, teachers: Sequence[PreTrainedModel], names: Sequence[str], compare: Compare
-) -> None:
-    """Let the policy's forward also give `compare` of it and each teacher, by these names, in calls with `with_more=True`.
-
-    Args:
-        policy: transformers' own model. The teachers stay outside of its modules: of no state dict, and of no rank's
-            exchange of gradients.
-    """
-
-    def compared(*, shift_labels: Tensor, fused_lm_head: bool, **row: Any) -> dict[str, Tensor]:
-        wanted = shift_labels != IGNORE
-        with torch.no_grad():
-            other_heads = [
-                (
-                    teacher.base_model(**row).last_hidden_state[wanted],
-                    teacher.get_output_embeddings(),
-                )
-                for teacher in teachers
-            ]
-        return score_places(
-            policy.base_model(**row).last_hidden_state,
-            shift_labels,
-            policy.get_output_embeddings(),
-            ("log_probs", "entropy", *names),
-            temperature=1.0,
-            other_heads=other_heads,
-            compare=compare,
-        )
-
-    add_outputs(policy, compared)
 
 
 def log_ratios(teacher_BT: Tensor, policy_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from ycore.flow.flow_math import (
     step_kl,
     time_grid,
     velocity_penalty,
-    window_of,
 )
 
 MEAN, STD = 1.0, 0.5
@@ -142,10 +141,12 @@ def test_the_grid_is_that_of_diffusers_scheduler() -> None:
 
 
 def test_steps_with_noise_lie_in_the_first_half_and_follow_from_seed_and_position() -> None:
-    firsts = [window_of(0, position, num_steps=10, length=2) for position in range(200)]
+    two = SamplingPath(time_grid(10), length=2)
+    firsts = [two.window(0, position) for position in range(200)]
     assert set(firsts) == {0, 1, 2, 3}
-    assert firsts == [window_of(0, position, num_steps=10, length=2) for position in range(200)]
-    assert {window_of(0, position, num_steps=10, length=9) for position in range(9)} == {0}
+    assert firsts == [two.window(0, position) for position in range(200)]
+    nine = SamplingPath(time_grid(10), length=9)
+    assert {nine.window(0, position) for position in range(9)} == {0}
 
 
 def test_the_policy_gradient_is_that_of_autograd() -> None:

@@ -33,15 +33,6 @@ def time_grid(num_steps: int, *, shift: float = 1.0) -> tuple[float, ...]:
     return tuple(shift * time / (1 + (shift - 1) * time) for time in even)
 
 
-def window_of(seed: int, position: int, *, num_steps: int, length: int) -> int:
-    """Return the first of the `length` steps with noise for the group at this position of the run's order.
-
-    It lies in the first half of the path where there is room (MixGRPO, arXiv 2507.21802).
-    """
-    starts = max(1, num_steps // 2 - length + 1)
-    return number_from(f"window {seed}/{position}", bits=64) % starts
-
-
 class NoisyStep(NamedTuple):
     """A Gaussian's `mean` and `std` ([B, 1, 1, 1]), and the log-density of the point reached, summed over a picture."""
 
@@ -99,6 +90,14 @@ class SamplingPath(NamedTuple):
     @property
     def num_steps(self) -> int:
         return len(self.times) - 1
+
+    def window(self, seed: int, position: int) -> int:
+        """Return the first of the steps with noise for the group at this position of the run's order.
+
+        It lies in the first half of the path where there is room (MixGRPO, arXiv 2507.21802).
+        """
+        starts = max(1, self.num_steps // 2 - self.length + 1)
+        return number_from(f"window {seed}/{position}", bits=64) % starts
 
 
 class DrawnPictures(NamedTuple):

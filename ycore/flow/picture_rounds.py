@@ -26,7 +26,7 @@ from ycore.engine.transformers_engine import Batches
 from ycore.errors import ModelError
 from ycore.evaluation.held_out import RIGHT_FROM, as_metrics, with_interval
 from ycore.flow.flow_inputs import FlowFolder
-from ycore.flow.flow_math import DrawnPictures, SamplingPath, draw, window_of
+from ycore.flow.flow_math import DrawnPictures, SamplingPath, draw
 from ycore.flow.flow_settings import FlowConfig
 from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
@@ -245,11 +245,8 @@ class OnePicture(SingleTurnWriter):
         self, start: GroupStart, index: int, generate: Generate, *, seed: int
     ) -> Completion:
         position = start.draw.position
-        first = window_of(
-            seed, position, num_steps=self.path.num_steps, length=self.path.length
-        )
-        picture_seed = completion_seed(seed, position, index)
-        return await generate((*start.draw.token_ids, first), picture_seed)
+        prompt = (*start.draw.token_ids, self.path.window(seed, position))
+        return await generate(prompt, completion_seed(seed, position, index))
 
 
 def draw_pictures(

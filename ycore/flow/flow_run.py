@@ -5,7 +5,7 @@ trainer for these models, so that the loop is here. The sampler shares the proce
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,10 +28,12 @@ from ycore.flow.picture_rounds import (
     contact_sheet,
     drop_pictures,
     measure,
-    picture_controller,
 )
 from ycore.flow.picture_scoring import picture_scoring
+from ycore.placement.slots import Slots
 from ycore.round.journal import Journal
+from ycore.round.sampling import DrawSource, Rules
+from ycore.round.step import Controller
 from ycore.run.claim import check_contents, contents_of
 from ycore.run.files import (
     ImageStore,
@@ -50,7 +52,9 @@ from ycore.run.resuming import (
     newest_for,
 )
 from ycore.run.secrets import load_config
-from ycore.types import JsonObject
+from ycore.run.trace import TraceWriter
+from ycore.scoring.group_rewards import min_stds
+from ycore.types import JsonObject, Prompt
 
 _NUM_CHECKPOINTS = 2
 _SHEET_CLASSES = 12
@@ -79,15 +83,7 @@ class FlowRun:
             policy, path, self._plain, images, trajectories, config.flow.batch
         )
         journal = Journal(self.home.journal, rank=0, seed=config.seed)
-        self.controller = picture_controller(
-            config,
-            self.home,
-            dataset.prompts,
-            self._engine,
-            OnePicture(path),
-            picture_scoring(config, config.rewards, self.home),
-            journal,
-        )
+        self.controller = self._controller(dataset.prompts, OnePicture(path), journal)
         self.stop = self.controller.stop
         self._judge = None
         if config.eval_rewards:
@@ -102,6 +98,39 @@ class FlowRun:
             expected_bytes=sum(16 * weight.numel() for weight in policy.trained.values()),
             keep=_NUM_CHECKPOINTS,
             prune=None if config.keep_journal else journal.prune,
+        )
+
+    def _controller(
+        self, prompts: Sequence[Prompt], writer: OnePicture, journal: Journal
+    ) -> Controller:
+        """Return the controller of the one rank, with the one engine that shares the trainer's process."""
+        config = self.config
+        rules = Rules(
+            group_size=config.group_size,
+            seed=config.seed,
+            reward_weights=tuple(config.reward_weights),
+            dynamic=config.sampling.dynamic,
+            max_tries=config.sampling.max_tries,
+            in_order=True,  # all pictures take as long, so that it costs nothing
+            min_stds_R=min_stds(
+                config.rewards, config.sampling.std_threshold, default_range=1.0
+            ),
+        )
+        draws = DrawSource(
+            prompts,
+            seed=config.seed,
+            encode=lambda prompt: (prompt.columns[config.condition_column],),
+            max_prompt_tokens=1,
+        )
+        return Controller(
+            engines=[self._engine],
+            scoring=picture_scoring(config, config.rewards, self.home),
+            draws=draws,
+            rules=rules,
+            journal=journal,
+            max_surplus_age=config.sampling.max_age,
+            slots=Slots(1, trace=TraceWriter(self.home.trace)),
+            writer=writer,
         )
 
     def train(self) -> None:

@@ -28,11 +28,8 @@ from ycore.evaluation.held_out import RIGHT_FROM, as_metrics, with_interval
 from ycore.flow.flow_inputs import FlowFolder
 from ycore.flow.flow_math import DrawnPictures, SamplingPath, draw
 from ycore.flow.flow_settings import FlowConfig
-from ycore.placement.slots import Slots
 from ycore.rewards.loading import reward_names
 from ycore.rollout.turns import Generate, GroupStart, SingleTurnWriter, completion_seed
-from ycore.round.journal import Journal
-from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.files import (
     ImageStore,
@@ -43,8 +40,7 @@ from ycore.run.files import (
     write_bytes_atomic,
 )
 from ycore.run.tasks import together
-from ycore.run.trace import TraceWriter
-from ycore.scoring.group_rewards import min_stds, total_reward, without_none
+from ycore.scoring.group_rewards import total_reward, without_none
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Image, Metrics, Prompt, Score, from_json
 
@@ -274,44 +270,6 @@ def as_pil(values: Tensor) -> Any:
     bytes_ = ((values.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return Pillow.fromarray(
         bytes_[0].numpy() if len(bytes_) == 1 else bytes_.permute(1, 2, 0).numpy()
-    )
-
-
-def picture_controller(
-    config: FlowConfig,
-    folder: RunFolder,
-    prompts: Sequence[Prompt],
-    engine: PictureEngine,
-    writer: OnePicture,
-    scoring: Scoring,
-    journal: Journal,
-) -> Controller:
-    """Return the controller of the one rank, with the one engine that shares the trainer's process."""
-    rules = Rules(
-        group_size=config.group_size,
-        seed=config.seed,
-        reward_weights=tuple(config.reward_weights),
-        dynamic=config.sampling.dynamic,
-        max_tries=config.sampling.max_tries,
-        in_order=True,  # all pictures take as long, so that it costs nothing
-        min_stds_R=min_stds(config, default_range=1.0),
-    )
-    column = config.condition_column
-    draws = DrawSource(
-        prompts,
-        seed=config.seed,
-        encode=lambda prompt: (prompt.columns[column],),
-        max_prompt_tokens=1,
-    )
-    return Controller(
-        engines=[engine],
-        scoring=scoring,
-        draws=draws,
-        rules=rules,
-        journal=journal,
-        max_surplus_age=config.sampling.max_age,
-        slots=Slots(1, trace=TraceWriter(folder.trace)),
-        writer=writer,
     )
 
 

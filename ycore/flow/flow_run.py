@@ -77,7 +77,6 @@ class FlowRun:
         path = path_of_rounds(config, shift=shift)
         self._plain = SamplingPath(time_grid(config.flow.eval_steps, shift=shift))
         trajectories = Trajectories(self.home.trajectories)
-        self.learner = Learner(policy, config, path, trajectories)
         images = ImageStore(self.home.images)
         self._engine = PictureEngine(
             policy, path, self._plain, images, trajectories, config.flow.batch
@@ -85,6 +84,7 @@ class FlowRun:
         journal = Journal(self.home.journal, rank=0, seed=config.seed)
         self.controller = self._controller(dataset.prompts, OnePicture(path), journal)
         self.stop = self.controller.stop
+        self.learner = Learner(policy, config, path, trajectories, self.controller.rules)
         self._judge = None
         if config.eval_rewards:
             self._judge = picture_scoring(config, config.eval_rewards, self.home)
@@ -112,9 +112,7 @@ class FlowRun:
             dynamic=config.sampling.dynamic,
             max_tries=config.sampling.max_tries,
             in_order=True,  # all pictures take as long, so that it costs nothing
-            min_stds_R=min_stds(
-                config.rewards, config.sampling.std_threshold, default_range=1.0
-            ),
+            min_stds_R=min_stds(config, default_range=1.0),
         )
         draws = DrawSource(
             prompts,

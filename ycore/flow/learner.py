@@ -22,7 +22,8 @@ from ycore.flow.flow_math import (
 )
 from ycore.flow.flow_settings import FlowConfig
 from ycore.flow.picture_rounds import FlowPolicy, Picture, Trajectories, Weights
-from ycore.scoring.group_rewards import can_teach, compared_rewards, min_stds, without_none
+from ycore.round.sampling import Rules
+from ycore.scoring.group_rewards import compared_rewards, without_none
 from ycore.types import Group, Metrics, number_from
 
 
@@ -44,7 +45,7 @@ class Batch:
 
 @dataclass(eq=False)
 class Learner:
-    """Example: `learner = Learner(policy, config, path, trajectories); learner.learn(groups, step=0)`.
+    """Example: `learner = Learner(policy, config, path, trajectories, rules); learner.learn(groups, step=0)`.
 
     Args:
         trajectories: of the pictures to learn from.
@@ -54,6 +55,7 @@ class Learner:
     config: FlowConfig
     path: SamplingPath
     trajectories: Trajectories
+    rules: Rules
 
     def __post_init__(self) -> None:
         self.old = self.policy.copy()
@@ -70,10 +72,8 @@ class Learner:
     def learn(self, groups: Sequence[Group], *, step: int) -> Metrics:
         """Update the weights, and return the step's metrics. Without a group that teaches nothing changes."""
         config = self.config
-        weights = config.reward_weights
-        stds_R = min_stds(config, default_range=1.0)
-        rewards = [compared_rewards(group, weights) for group in groups]
-        num_teaching = sum(can_teach(group, weights, min_stds_R=stds_R) for group in groups)
+        rewards = [compared_rewards(group, self.rules.reward_weights) for group in groups]
+        num_teaching = sum(map(self.rules.can_teach, groups))
         metrics = {
             "frac_reward_zero_std": 1 - num_teaching / len(groups),
             "learning_rate": config.learning_rate,

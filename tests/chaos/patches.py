@@ -404,7 +404,7 @@ PARTS: tuple[Patch, ...] = (
     _timed(
         "journal",
         "ycore/round/journal.py",
-        "from ycore.run.files import RunFolder, make_folder",
+        "from ycore.run.files import make_folder",
         "commit",
         indent="    ",
     ),

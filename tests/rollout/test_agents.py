@@ -532,7 +532,7 @@ def trained_on(
     groups = controller.next_round(step=0, num_groups=1)
     controller.close()
     sequences = flatten(groups)
-    rewards = torch.tensor([[sequence.rewards[0] for sequence in sequences]])
+    rewards = torch.tensor([[sequence.scores[0].value for sequence in sequences]])
     return (
         sequences,
         ESTIMATORS["group"](rewards, torch.ones_like(rewards, dtype=torch.bool)),
@@ -605,7 +605,7 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
             sequence.completion.token_ids,
             sequence.completion.mask,
             sequence.completion.logprobs,
-            sequence.rewards,
+            [score.value for score in sequence.scores],
         )
 
     assert [learned(sequence) for sequence in through[0]] == [

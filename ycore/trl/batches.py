@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ycore.types import Completion, Group, JsonObject, Prompt, Score, in_blocks, number_from
+from ycore.types import (
+    Completion,
+    Group,
+    JsonObject,
+    Prompt,
+    Score,
+    TokenSequence,
+    in_blocks,
+    number_from,
+)
 
 Batch = dict[str, Any]
 """A batch of TRL's: tensors with a row for each sequence, and numbers, by TRL's names and ycore's."""
@@ -29,20 +38,32 @@ class RoundPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatSequence:
-    """One completion with its row."""
+    """One completion of a group, with the row that TRL gets of it."""
 
     row: JsonObject
-    prompt_ids: list[int]
+    group: Group
     completion: Completion
     scores: tuple[Score, ...]  # one per source
-    later_prompts: list[tuple[int, int]]  # (first token, length) within the completion
-    greedy_rewards: list[float]
-    images_hash: int
 
     @property
-    def rewards(self) -> list[float]:
-        """One value per source, NaN where a source gave none."""
-        return _values(self.scores)
+    def prompt_ids(self) -> list[int]:
+        return list(self._parts[0].prompt_ids)
+
+    @property
+    def later_prompts(self) -> list[tuple[int, int]]:
+        """(first token, length) of prompts within the completion."""
+        return [
+            (part.start - len(part.prompt_ids), len(part.prompt_ids))
+            for part in self._parts[1:]
+        ]
+
+    @property
+    def _parts(self) -> list[TokenSequence]:
+        return self.completion.sequences(self.group.draw.token_ids)
+
+    @property
+    def images_hash(self) -> int:
+        return number_from("".join(image.sha256 for image in self.group.draw.prompt.images))
 
 
 def flatten(
@@ -52,28 +73,10 @@ def flatten(
 
     With `open_image`, which opens an image by its sha256, every row has its `images`, and a prompt in blocks.
     """
-    return [sequence for group in groups for sequence in _flatten_group(group, open_image)]
-
-
-def _flatten_group(group: Group, open_image: Callable[[str], Any] | None) -> list[FlatSequence]:
-    prompt = group.draw.prompt
-    row = _row(prompt, open_image)
-    images_hash = number_from("".join(image.sha256 for image in prompt.images))
-    greedy_rewards = _values(group.greedy_scores_R or ())
     sequences = []
-    for completion, scores in group.scored():
-        first, *later = completion.sequences(group.draw.token_ids)
-        sequences.append(
-            FlatSequence(
-                row=row,
-                prompt_ids=list(first.prompt_ids),
-                completion=completion,
-                scores=scores,
-                later_prompts=[(s.start - len(s.prompt_ids), len(s.prompt_ids)) for s in later],
-                greedy_rewards=greedy_rewards,
-                images_hash=images_hash,
-            )
-        )
+    for group in groups:
+        row = _row(group.draw.prompt, open_image)
+        sequences += [FlatSequence(row, group, *scored) for scored in group.scored()]
     return sequences
 
 
@@ -87,7 +90,8 @@ def _row(prompt: Prompt, open_image: Callable[[str], Any] | None) -> JsonObject:
     return row
 
 
-def _values(scores: Sequence[Score]) -> list[float]:
+def reward_values(scores: Sequence[Score]) -> list[float]:
+    """The rewards, NaN where a source gave none."""
     return [math.nan if score.value is None else score.value for score in scores]
 
 

@@ -26,7 +26,7 @@ from ycore.config.schema import TEACHER
 from ycore.errors import ConfigError
 from ycore.judge.declaration import teachers_of
 from ycore.models.fetch import fetch_named
-from ycore.trl.batches import Batch, loss_mask
+from ycore.trl.batches import Batch, loss_mask, reward_values
 from ycore.trl.forward import Compare, add_outputs, has_plain_logits, score_places
 from ycore.trl.packing import IGNORE, path_of, use_segments
 from ycore.trl.policy_gradient import PolicyGradientTrainer
@@ -115,7 +115,9 @@ class Trainer(PolicyGradientTrainer):
         """
         mask = loss_mask(batch)
         if self.frozen_models:
-            rewards = torch.tensor([seq.rewards for seq in self._round], device=mask.device)
+            rewards = torch.tensor(
+                [reward_values(sequence.scores) for sequence in self._round], device=mask.device
+            )
             weights = self.reward_weights.to(mask.device)[self._teachers]
             is_known = ~rewards[:, self._teachers].isnan()
             advantages = self._reward_advantages(mask).float()

@@ -168,11 +168,10 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
 
     def _advantages_by_dataset(self) -> Tensor:
         """The advantages of this rank's completions, (N,), by the estimator of each dataset among its own."""
-        names = [group.draw.prompt.dataset for group in self._groups]
         advantages = torch.zeros(len(self._round), device=self.accelerator.device)
         for datasets, estimate in self._dataset_advantages:
             is_of_them = [
-                name in datasets for name in names for _ in range(self.num_generations)
+                sequence.group.draw.prompt.dataset in datasets for sequence in self._round
             ]
             among_N = torch.tensor(is_of_them, device=advantages.device)
             estimated = self._estimated_advantages(estimate, among_N=among_N)

@@ -7,7 +7,6 @@ and scores completions with one packed forward.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +33,7 @@ from ycore.trl.batches import (
     flatten,
     later_prompt_lengths,
     loss_mask,
+    reward_values,
     token_lags,
 )
 from ycore.trl.forward import (
@@ -203,8 +203,8 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         # What follows is the same whether the round was generated or read.
         self._seed_generators("round")
         self._round = flatten(groups, self.open_image)
-        for group in groups:
-            for score in chain(*group.scores_GR):
+        for sequence in self._round:
+            for score in sequence.scores:
                 for name, value in score.logged.items():
                     if not isinstance(value, str):
                         self.record(name, value)
@@ -215,40 +215,32 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         with self._correction_left_to_the_loss(), texts:
             batch: Batch = super()._generate_and_score_completions(rows)
         self._complete(batch, step)
-        self.logged_completions = self._rows_to_log(groups, batch)
+        self.logged_completions = self._rows_to_log(batch)
         return batch
 
-    def _rows_to_log(self, groups: Sequence[Group], batch: Batch) -> list[JsonObject]:
+    def _rows_to_log(self, batch: Batch) -> list[JsonObject]:
         advantages = batch["advantages"][: self.num_logged].float()
         if advantages.ndim > 1:  # of tokens: their mean
             mask = loss_mask(batch)[: self.num_logged]
             advantages = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
-        completions = (
-            (group.draw.prompt, completion, scores)
-            for group in groups
-            for completion, scores in group.scored()
-        )
-        return [
-            {
-                "prompt": prompt.content,
-                "completion": completion.transcript,
-                **dict(
-                    zip(self.reward_func_names, (score.value for score in scores), strict=True)
-                ),
-                "advantage": advantage,
-                "finish_reason": completion.finish_reason,
-                "problem": "; ".join(score.problem for score in scores if score.problem),
-                "verdict": "\n".join(score.verdict for score in scores if score.verdict),
-                "logged": "\n".join(
-                    f"{name}: {value}"
-                    for score in scores
-                    for name, value in score.logged.items()
-                ),
-            }
-            for advantage, (prompt, completion, scores) in zip(
-                advantages.tolist(), completions, strict=False
+        rows: list[JsonObject] = []
+        for advantage, sequence in zip(advantages.tolist(), self._round, strict=False):
+            scores = sequence.scores
+            rewards = [score.value for score in scores]
+            logged = [item for score in scores for item in score.logged.items()]
+            rows.append(
+                {
+                    "prompt": sequence.group.draw.prompt.content,
+                    "completion": sequence.completion.transcript,
+                    **dict(zip(self.reward_func_names, rewards, strict=True)),
+                    "advantage": advantage,
+                    "finish_reason": sequence.completion.finish_reason,
+                    "problem": "; ".join(score.problem for score in scores if score.problem),
+                    "verdict": "\n".join(score.verdict for score in scores if score.verdict),
+                    "logged": "\n".join(f"{name}: {value}" for name, value in logged),
+                }
             )
-        ]
+        return rows
 
     def _complete(self, batch: Batch, step: int) -> None:
         """Add to TRL's batch what ycore's forward and losses read."""
@@ -298,7 +290,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         completion_ids_list: list[Any],
     ) -> Tensor:
         """TRL calls it to run the reward functions, and gathers all ranks' rewards: ycore returns the round's."""
-        rewards = [sequence.rewards for sequence in self._round]
+        rewards = [reward_values(sequence.scores) for sequence in self._round]
         self._rewards = gather(torch.tensor(rewards, device=self.accelerator.device).float())
         return self._rewards
 
@@ -318,7 +310,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         totals_PG = totals.view(-1, self.num_generations)
         greedy_P = None
         if estimate.needs_greedy:
-            greedy = [seq.greedy_rewards for seq in self._round[:: self.num_generations]]
+            greedy = [reward_values(group.greedy_scores_R or ()) for group in self._groups]
             greedy_P = self._totals(
                 gather(torch.tensor(greedy, device=self.accelerator.device).float())
             )

@@ -8,7 +8,7 @@ rank has the same memory, so a position gives the same prompt whoever draws it.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, astuple, dataclass, field, replace
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple, Self
 
@@ -127,9 +127,7 @@ class Curriculum:
         return sum(0 < self.settings.drop_after <= seen.solved for seen in self._seen.values())
 
     def state_dict(self) -> JsonObject:
-        rows = [
-            [row, seen.taught, seen.groups, seen.solved] for row, seen in self._seen.items()
-        ]
+        rows = [[row, *astuple(seen)] for row, seen in self._seen.items()]
         return {"rows": rows, "best": self._best if rows else None}
 
     def load_state_dict(self, state: Record) -> None:
@@ -220,7 +218,7 @@ class ExpectedLengths:
         self._mean = fmean(self._of.values()) if self._of else 0.0
 
     def state_dict(self) -> list[Any]:
-        return [list(row_and_cost) for row_and_cost in self._of.items()]
+        return [*map(list, self._of.items())]
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
         self._of = dict(state)
@@ -293,7 +291,7 @@ class AcceptanceRate:
         """Return how many of `num_prompts` prompts are expected to yield a trainable group."""
         return math.ceil(self.kept / self.finished * num_prompts)
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> JsonObject:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -140,28 +140,27 @@ class Peers:
         tables = self._gather("dealing out a round", list(map(astuple, summaries)))
         return [GroupSummary(*row) for rows in tables for row in rows]
 
-    def exchange(
-        self, moves: Sequence[tuple[GroupSummary, int]], groups: Sequence[Group]
-    ) -> dict[tuple[int, int], Group]:
-        """Send and receive the groups that change ranks; returns those received, by the key of their summary.
+    def exchange(self, deal: "Deal", groups: Sequence[Group]) -> list[Group]:
+        """Send and receive the groups that change ranks; return those that this rank trains on, as the deal has them.
 
-        `moves` are summaries and the ranks that receive them, in an order that all ranks share. A summary's `index` counts
-        in `groups`, its rank's.
+        A summary's `index` counts in `groups`, its rank's.
         """
-        if not moves:
-            return {}
+        moves = deal.moves
         for summary, _ in moves:
             if summary.rank == self.rank:
                 data: Any = to_bytes(groups[summary.index])  # the store takes bytes too
                 self._store.set(f"group{summary.key}", data)
                 self.bytes_sent += len(data)
-        received: dict[tuple[int, int], Group] = {}
-        self._gather("exchanging groups", None)
-        for summary, receiver in moves:
-            if receiver == self.rank:
-                received[summary.key] = from_bytes(self._store.get(f"group{summary.key}"))
+        if moves:
+            self._gather("exchanging groups", None)
+        dealt = []
+        for summary in deal.chosen[self.rank]:
+            if summary.rank == self.rank:
+                dealt.append(groups[summary.index])
+            else:
+                dealt.append(from_bytes(self._store.get(f"group{summary.key}")))
                 self._store.delete_key(f"group{summary.key}")
-        return received
+        return dealt
 
     def add_up(self, values: Sequence[float]) -> list[float]:
         """Each value's sum over all ranks."""

@@ -301,7 +301,7 @@ class Controller:
         deal = deal_groups(all_summaries, world=peers.world, per_rank=num_groups)
         self._summaries = all_summaries
         self.learn_order(all_summaries)
-        received = peers.exchange(deal.moves, [item.group for item in finished])
+        groups = peers.exchange(deal, [item.group for item in finished])
         dealt = {summary.key for assigned in deal.chosen for summary in assigned}
         self.leftover_groups.put(
             [
@@ -311,12 +311,7 @@ class Controller:
             ]
         )
         self._metrics |= deal.metrics()
-        return [
-            finished[summary.index].group
-            if summary.rank == peers.rank
-            else received[summary.key]
-            for summary in deal.chosen[peers.rank]
-        ]
+        return groups
 
     # -- engines and weights -----------------------------------------------------------------------------------------
 

@@ -387,17 +387,18 @@ def row_figures(row: Row) -> JsonObject:
     return {"step": row["step"], **figures}
 
 
+def before_and_after(evaluations: Sequence[Row]) -> JsonObject:
+    """Return the first of these evaluations and the last."""
+    ends = {"before": row_figures(evaluations[0]), "after": row_figures(evaluations[-1])}
+    return {"held_out": ends}
+
+
 def evaluation_summary(rows: Sequence[Row], config: AnyConfig) -> JsonObject:
     """Return the first evaluation and the last, and the best where it is kept."""
     evaluations = [row for row in rows if is_evaluation(row)]
     if not evaluations:
         return {}
-    summary: JsonObject = {
-        "held_out": {
-            "before": row_figures(evaluations[0]),
-            "after": row_figures(evaluations[-1]),
-        }
-    }
+    summary = before_and_after(evaluations)
     if config.keep_best and (best := best_of(evaluations, watched_metric(config))):
         summary["best"] = row_figures(best)
     return summary

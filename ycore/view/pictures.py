@@ -8,9 +8,6 @@ from typing import Any
 from ycore.run.metrics import EVALUATION, REWARD, Row, number
 from ycore.run.text import printable
 
-Points = tuple[list[float], list[float]]
-"""Steps, and the values at them."""
-
 BLUE, GREY, GREEN = "#2456a6", "#8a8f98", "#3f8f5f"
 
 
@@ -49,7 +46,7 @@ def literal(text: str) -> str:
     return f" {text}" if text.startswith("_") else text
 
 
-def points(metrics: Sequence[Row], *names: str) -> Points:
+def points(metrics: Sequence[Row], *names: str) -> tuple[list[float], list[float]]:
     """Return the steps at which one of `names` is a finite number, and its values."""
     steps = []
     values = []

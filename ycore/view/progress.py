@@ -154,7 +154,7 @@ class RunView:
             figures = _evaluation_words(self._evaluated).replace("eval/", "")
             lines.append(("held out", f"{figures}  at step {self._evaluated['step']}"))
         if self._has_masked:
-            lines.append(("masked", ", ".join(reward_problems(row)) or "none"))
+            lines.append(("masked", reward_problems(row) or "none"))
         lines.append(("workers", restarted_workers(row)))
         return [(name, text) for name, text in lines if text]
 
@@ -219,15 +219,15 @@ def parts(row: Row, formats: Sequence[Sequence[str]]) -> list[str]:
     return words
 
 
-def reward_problems(row: Row) -> list[str]:
-    """Return `3 x raised KeyError: 'answer'`, by problem: a reward's own words, safe to print, each on one line."""
+def reward_problems(row: Row) -> str:
+    """Return `3 x raised KeyError: 'answer', 1 x ...`: a reward's own words, safe to print, on one line."""
     problems = row.get("ycore/reward_problems")
     counts = problems.items() if isinstance(problems, Mapping) else ()
-    return [
+    return ", ".join(
         f"{count} x {printable(problem, one_line=True)}"
         for problem, count in counts
         if isinstance(count, int)
-    ]
+    )
 
 
 def restarted_workers(row: Row) -> str:
@@ -356,7 +356,7 @@ def step_lines(head: str, row: Row, time_left: str = "") -> list[str]:
         figures += f"  {word}"
     lines = []
     evaluation = _evaluation_words(row)
-    problems = ", ".join(reward_problems(row))
+    problems = reward_problems(row)
     if figures or not evaluation:
         lines.append(f"{head}{figures}  {time_left}".rstrip())
     if evaluation:

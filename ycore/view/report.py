@@ -452,11 +452,10 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
         "base64": lambda file: base64.b64encode(file.read_bytes()).decode(),
     }
     source = files("ycore.view").joinpath("page.html.j2").read_text(encoding="utf-8")
-    measures = draw_measures(runs)
     return environment.from_string(source).render(
         runs=runs,
         colours=RUN_COLOURS,
-        curves=None if measures is None else as_svg(measures),
+        curves=draw_curves(runs),
         parts=[part for part in PARTS if any(run.spent.seconds[part] for run in runs)],
     )
 
@@ -497,8 +496,11 @@ def _short(value: Any) -> str:
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def draw_measures(runs: Sequence[RecordedRun]) -> Any | None:
-    """Draw a panel for each measure that some run has, a colour a run; None without any."""
+def draw_curves(runs: Sequence[RecordedRun]) -> str | None:
+    """Draw a panel for each measure that some run has, a colour a run; None without any.
+
+    The picture is an `<svg>` element, which a page can hold without another file.
+    """
     panels = [
         (title, [points(run.metrics, *names) for run in runs]) for title, names in _PANELS
     ]
@@ -516,11 +518,6 @@ def draw_measures(runs: Sequence[RecordedRun]) -> Any | None:
             axes.plot(steps, smooth(values), color=colour, linewidth=2)
         axes.set_title(title, fontsize=10, loc="left")
         style(axes)
-    return figure
-
-
-def as_svg(figure: Any) -> str:
-    """Return the picture as an `<svg>` element, which a page can hold without another file."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     whole = text.getvalue()

@@ -39,7 +39,9 @@ class TokenRewardTrainer(PolicyGradientTrainer):
         mask = loss_mask(batch) * ~totals.isnan().unsqueeze(1)
         rewards = last_token(mask) * totals.nan_to_num().unsqueeze(1)
         if self._kl_in_reward:
-            log_ratios = self._log_ratios(batch) * mask
+            # The reference leaves the batch: the loss then has no KL.
+            reference = batch.pop("ref_per_token_logps")
+            log_ratios = (self._old_logps(batch) - reference).double() * mask
             rewards = rewards - self.beta * log_ratios
             sums = self._add_up(torch.stack([log_ratios.sum(), mask.sum().double()]))
             total, count = sums.tolist()

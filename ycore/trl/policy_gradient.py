@@ -242,11 +242,6 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         inputs["old_per_token_logps"] = logps
         inputs["importance_sampling_ratio"] = torch.ones_like(logps)
 
-    def _log_ratios(self, batch: Batch) -> Tensor:
-        """log(pi_old / pi_ref), (B, T) float64, whose reference leaves the batch: the loss then has no KL."""
-        reference: Tensor = batch.pop("ref_per_token_logps")
-        return (self._old_logps(batch) - reference).double()
-
     def _old_logps(self, batch: Batch) -> Tensor:
         """Log-probabilities, (B, T), by the policy that begins the round, by the trainer's own forward."""
         old: Tensor | None = batch.get("old_per_token_logps")

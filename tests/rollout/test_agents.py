@@ -26,7 +26,7 @@ from ycore.rollout.dialogue import Dialogue
 from ycore.rollout.tool_pool import OutOfTime, ToolPool, ToolSet, describe_tools
 from ycore.rollout.turns import GroupStart, MultiTurnWriter, SingleTurnWriter, TurnLimits
 from ycore.round.peers import Peers
-from ycore.round.sampling import Cost, DrawSource, Rules
+from ycore.round.sampling import DrawSource, Rules
 from ycore.round.step import Controller
 from ycore.run.files import RunFolder
 from ycore.sandbox.confined_worker import CallFailed
@@ -324,7 +324,7 @@ def test_all_sequences_of_a_completion_share_its_tokens_and_turns() -> None:
         20 - sizes[0] - sizes[1],
     ]
     assert sum(sizes) <= 20 and len(completion.sequences(())) == 3
-    assert Cost().of(group_of(completion)) == sum(
+    assert Rules(1, 0, (1.0,)).cost_of(group_of(completion)) == sum(
         sequence.stop - sequence.start for sequence in completion.sequences(())
     )
     completion, _, agent, _ = play([first, other, other, AgentExit(0)], ["a", "b"], max_turns=2)

@@ -5,13 +5,14 @@ The long-tailed lengths: a completion has lognormal(5, 1) tokens, at most 4096 (
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.round.peers import Deal, GroupSummary, choose, deal_groups, imbalance
-from ycore.round.sampling import Cost
+from ycore.round.sampling import Rules, attention_cost
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 WORLD, PER_RANK, GROUP_SIZE = 8, 8, 8
@@ -147,35 +148,39 @@ def of_length(position: int, lengths: list[int]) -> Group:
     )
 
 
-def spread_of(cost: Cost, by: Cost, *, longest: int, seed: int) -> float:
+BY_TOKENS = Rules(group_size=4, seed=0, reward_weights=(1.0,))
+
+
+def spread_of(cost: Rules, by: Rules, *, longest: int, seed: int) -> float:
     """The imbalance of `cost` after a deal by `by`: 4 ranks x 8 groups of 4 long-tailed completions."""
     dice, groups = random.Random(seed), []
     for position in range(32):
         drawn = (int(longest / 8 * dice.lognormvariate(0, 1)) for _ in range(4))
         groups.append(of_length(position, [max(1, min(longest, length)) for length in drawn]))
     summaries = [
-        GroupSummary(n % 4, n // 4, n, by.of(group), True) for n, group in enumerate(groups)
+        GroupSummary(n % 4, n // 4, n, by.cost_of(group), True)
+        for n, group in enumerate(groups)
     ]
     deal = deal_groups(summaries, world=4, per_rank=8)
     return imbalance(
         [
-            sum(cost.of(groups[summary.position]) for summary in rank_groups)
+            sum(cost.cost_of(groups[summary.position]) for summary in rank_groups)
             for rank_groups in deal.chosen
         ]
     )
 
 
 def test_long_groups_are_dealt_by_what_they_cost_and_not_by_their_tokens() -> None:
-    cost = Cost.of_model(QWEN_HALF_B)
-    assert cost.attention * 32768 / 2 == pytest.approx(1.43, abs=0.02), (
+    cost = replace(BY_TOKENS, attention_cost=attention_cost(QWEN_HALF_B))
+    assert cost.attention_cost * 32768 / 2 == pytest.approx(1.43, abs=0.02), (
         "at 32k attention costs more than the rest"
     )
     by_cost = [spread_of(cost, cost, longest=32768, seed=seed) for seed in range(10)]
-    by_tokens = [spread_of(cost, Cost(), longest=32768, seed=seed) for seed in range(10)]
+    by_tokens = [spread_of(cost, BY_TOKENS, longest=32768, seed=seed) for seed in range(10)]
     assert max(by_cost) < 1.03 and sum(by_tokens) / 10 > 1.03
     short = [
         spread_of(cost, by, longest=512, seed=seed)
-        for by in (cost, Cost())
+        for by in (cost, BY_TOKENS)
         for seed in range(10)
     ]
     assert max(short) < 1.025, "short ones alike"
@@ -183,7 +188,5 @@ def test_long_groups_are_dealt_by_what_they_cost_and_not_by_their_tokens() -> No
 
 def test_a_group_costs_its_tokens_where_the_model_is_not_known() -> None:
     group = of_length(0, [10, 300])
-    assert (
-        Cost().of(group) == group.num_tokens == 310
-        and Cost.of_model({"hidden_size": 8}) == Cost()
-    )
+    assert BY_TOKENS.cost_of(group) == group.num_tokens == 310
+    assert attention_cost({"hidden_size": 8}) == 0.0

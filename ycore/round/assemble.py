@@ -23,7 +23,7 @@ from ycore.round.in_flight import InFlight
 from ycore.round.journal import Journal
 from ycore.round.peers import Peers
 from ycore.round.rank_engines import EngineList, RankEngines
-from ycore.round.sampling import Cost, Curriculum, DrawSource, Rules, Shard
+from ycore.round.sampling import Curriculum, DrawSource, Rules, Shard, attention_cost
 from ycore.round.step import Controller, ShareWeights
 from ycore.run.files import ImageStore, RunFolder, read_json
 from ycore.scoring.group_rewards import Constraints, min_stds, normalizes_each_reward
@@ -240,7 +240,7 @@ class Assembly(RankEngines):
             reward_weights=tuple(config.reward_weights),
             dynamic=config.sampling.dynamic and not evaluates,
             max_tries=config.sampling.max_tries,
-            cost=Cost.of_model(read_json(self.started.model / "config.json")),
+            attention_cost=attention_cost(read_json(self.started.model / "config.json")),
             teaches_alone=config.teaches_alone and not evaluates,
             greedy_baseline=config.needs_greedy_baseline and not evaluates,
             # An environment may draw its world for each place in the order of prompts, also from one row.

@@ -32,7 +32,7 @@ class GroupSummary:
     rank: int
     index: int
     position: int
-    cost: int  # of training on it: `sampling.Cost`
+    cost: int  # of training on it: `Rules.cost_of`
     teaches: bool
     stats: tuple[float, float] | None = None
     """For the curriculum, of a group of this round: `curriculum.stats_of`."""

@@ -162,38 +162,19 @@ _REUSED_ROUNDS = 4  # whose groups are kept to be trained on again
 LEAST = 0.05  # lower bound of the estimated yield, so that one bad stretch does not start a flood of groups
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of training on a group, in tokens of a short one.
+def attention_cost(config: Record) -> float:
+    """The cost of a token's attention to another, in products of a token with all weights, from a config.json; 0 where
+    it does not say the model's sizes.
 
-    A token costs a product with the weights, and `attention` of that for each token that it attends to: attention is
-    quadratic in length. 0 where the model's sizes are not known: then a group costs its tokens.
+    A layer's products with keys and values take `4 * query_size` operations for each pair of tokens, those with the
+    weights 2 for each weight and token (arXiv 2001.08361, section 2.1).
     """
-
-    attention: float = 0.0
-
-    @classmethod
-    def of_model(cls, config: Record) -> Self:
-        """Derive it from a config.json. A layer's products with keys and values take `4 * query_size` operations for
-        each pair of tokens, those with the weights 2 for each weight and token (arXiv 2001.08361, section 2.1)."""
-        try:
-            facts = facts_of(config, name="the policy")
-        except ModelError:
-            return cls()
-        weights = facts.linear_params + facts.head_params
-        return cls(2 * facts.num_hidden_layers * facts.query_size / weights)
-
-    def of(self, group: Group) -> int:
-        sizes = [
-            (len(sequence.prompt_ids), sequence.stop - sequence.start)
-            for sequence in group.sequences
-        ]
-        return round(
-            sum(
-                length * (1 + self.attention * (prompt + length / 2))
-                for prompt, length in sizes
-            )
-        )
+    try:
+        facts = facts_of(config, name="the policy")
+    except ModelError:
+        return 0.0
+    weights = facts.linear_params + facts.head_params
+    return 2 * facts.num_hidden_layers * facts.query_size / weights
 
 
 class ExpectedLengths:
@@ -234,7 +215,7 @@ class Rules:
         max_tries: groups drawn for each one needed, at most; then the step goes on with what was written.
         teaches_alone: every scored completion teaches, whatever its group's others got (a critic, groups of one).
         greedy_baseline: also write and score each prompt's greedy completion, ReMax's baseline. It is not trained on.
-        cost: what training on a group costs; ranks get about the same.
+        attention_cost: see `attention_cost`; training on a group then costs every rank about the same.
         environments: names of several, or of several datasets, whose rewards are told apart.
         num_prompts: prompts of the dataset; a round then draws no more than what is left to learn in them.
         in_order: take groups as they were drawn, not as they end: then the draws do not depend on how long each takes.
@@ -253,7 +234,7 @@ class Rules:
     max_tries: int = 4
     teaches_alone: bool = False
     greedy_baseline: bool = False
-    cost: Cost = Cost()
+    attention_cost: float = 0.0
     num_prompts: int | None = None
     environments: tuple[str, ...] = ()
     constraints: Constraints | None = None
@@ -263,6 +244,19 @@ class Rules:
     reuse: float = 0.0
     min_stds_R: tuple[float, ...] | None = None
     normalizes_each: bool = False
+
+    def cost_of(self, group: Group) -> int:
+        """The cost of training on a group, in tokens of a short one: attention is quadratic in length."""
+        sizes = [
+            (len(sequence.prompt_ids), sequence.stop - sequence.start)
+            for sequence in group.sequences
+        ]
+        return round(
+            sum(
+                length * (1 + self.attention_cost * (prompt + length / 2))
+                for prompt, length in sizes
+            )
+        )
 
     def can_teach(self, group: Group) -> bool:
         """Return whether a group teaches in a run with these rules (`group_rewards.can_teach`)."""

@@ -291,7 +291,7 @@ class Controller:
                 peers.rank,
                 index,
                 item.group.draw.position,
-                self.rules.cost.of(item.group),
+                self.rules.cost_of(item.group),
                 item.teaches,
                 item.stats,
             )

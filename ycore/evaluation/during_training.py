@@ -87,7 +87,8 @@ class Evaluation(TrainerCallback, ABC):
         step = state.global_step
         rows = read_metrics(self._folder.metrics)
         self._rows = [row for row in rows if row.get("step", 0) <= step]
-        if self._best_step() > step and self._run.leads:
+        record = self._folder.best / _RECORD
+        if self._run.leads and record.is_file() and read_json(record)["step"] > step:
             shutil.rmtree(self._folder.best)  # of a step that is taken again
         if self._is_due(step) and not self._is_measured(step):
             self._log(self._measure(step))
@@ -188,10 +189,6 @@ class Evaluation(TrainerCallback, ABC):
 
     def _save(self, folder: Path) -> None:
         self._run.save_model_in(folder)
-
-    def _best_step(self) -> int:
-        record: Path = self._folder.best / _RECORD
-        return int(read_json(record)["step"]) if record.is_file() else -1
 
 
 class RolloutEvaluation(Evaluation):

@@ -104,7 +104,7 @@ class InFlight:
             num_before = len(completion.token_ids)
             rest = await generate(
                 (*token_ids, *completion.token_ids),
-                _seed_after(seed, num_before),
+                number_from(f"{seed}/{num_before}") if num_before else seed,
                 max_tokens=limit - num_before,
             )
             completion = joined(completion, rest, self.decode)
@@ -169,10 +169,3 @@ class InFlight:
         return [
             completion_seed(self.seed, draw.position, index) for index in range(self.group_size)
         ]
-
-
-def _seed_after(seed: int, num_tokens: int) -> int:
-    """Return the seed of the request that goes on after so many tokens."""
-    if num_tokens == 0:
-        return seed
-    return number_from(f"{seed}/{num_tokens}")

@@ -13,7 +13,6 @@ from ycore.types import (
     Completion,
     Group,
     JsonObject,
-    Prompt,
     Score,
     TokenSequence,
     in_blocks,
@@ -75,19 +74,13 @@ def flatten(
     """
     sequences = []
     for group in groups:
-        row = _row(group.draw.prompt, open_image)
+        prompt = group.draw.prompt
+        row = {**prompt.columns, "prompt": prompt.content}
+        if open_image is not None:
+            row["images"] = [open_image(image.sha256) for image in prompt.images]
+            row["prompt"] = in_blocks(prompt.content) if prompt.images else prompt.content
         sequences += [FlatSequence(row, group, *scored) for scored in group.scored()]
     return sequences
-
-
-def _row(prompt: Prompt, open_image: Callable[[str], Any] | None) -> JsonObject:
-    row = {**prompt.columns, "prompt": prompt.content}
-    if open_image is None:
-        return row
-    row["images"] = [open_image(image.sha256) for image in prompt.images]
-    if prompt.images:
-        row["prompt"] = in_blocks(prompt.content)
-    return row
 
 
 def reward_values(scores: Sequence[Score]) -> list[float]:

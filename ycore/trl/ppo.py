@@ -185,27 +185,21 @@ def start_from_reward_model(critic: Critic, run: Path, *, base: Path) -> None:
             f"{setting} has no trained weights in {source}, and this run trains {kind}; train both alike"
         )
     if has_adapter:
-        saved_lora = read_json(source / "adapter_config.json")
-        saved_r = saved_lora["r"]
-        saved_alpha = saved_lora["lora_alpha"]
-        r, alpha = _adapters_of(critic)
-        if (saved_r, saved_alpha) != (r, alpha):
+        lora = read_json(source / "adapter_config.json")
+        modules = critic.backbone.modules()
+        layer: Any = next(module for module in modules if hasattr(module, "lora_A"))
+        r = layer.r["default"]
+        alpha = layer.lora_alpha["default"]
+        if (lora["r"], lora["lora_alpha"]) != (r, alpha):
             raise ConfigError(
-                f"{setting} has adapters of r {saved_r} and alpha {saved_alpha}, this run's are {r} and {alpha}; "
-                f"say --set lora.r={saved_r} --set lora.alpha={saved_alpha}"
+                f"{setting} has adapters of r {lora['r']} and alpha {lora['lora_alpha']}, this run's are {r} and {alpha}; "
+                f"say --set lora.r={lora['r']} --set lora.alpha={lora['lora_alpha']}"
             )
     saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
     try:
         critic.take(_renamed(saved, critic.backbone.base_model_prefix), setting)
     except RunError as error:
         raise ConfigError(str(error)) from None
-
-
-def _adapters_of(critic: Critic) -> tuple[int, int]:
-    """(r, alpha) of its first adapted layer."""
-    modules = critic.backbone.modules()
-    layer: Any = next(module for module in modules if hasattr(module, "lora_A"))
-    return layer.r["default"], layer.lora_alpha["default"]
 
 
 def _renamed(saved: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

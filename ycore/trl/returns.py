@@ -72,10 +72,8 @@ def advantages_and_targets(
         return torch.where(mask, values_of_actions.gather(1, place), 0)
 
     estimate = partial(_advantages_of_actions, rewards, values, is_action)
-    advantages = target_advantages = estimate(policy_lam)
-    if alpha is not None or target_lam != lam:
-        target_advantages = estimate(torch.full_like(policy_lam, target_lam))
-    return by_token(advantages), by_token(values + target_advantages)
+    targets = values + estimate(torch.full_like(policy_lam, target_lam))
+    return by_token(estimate(policy_lam)), by_token(targets)
 
 
 def _advantages_of_actions(

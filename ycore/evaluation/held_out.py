@@ -387,7 +387,7 @@ def row_figures(row: Row) -> JsonObject:
     return {"step": row["step"], **figures}
 
 
-def before_and_after(evaluations: Sequence[Row]) -> JsonObject:
+def first_and_last(evaluations: Sequence[Row]) -> JsonObject:
     """Return the first of these evaluations and the last."""
     ends = {"before": row_figures(evaluations[0]), "after": row_figures(evaluations[-1])}
     return {"held_out": ends}
@@ -398,7 +398,7 @@ def evaluation_summary(rows: Sequence[Row], config: AnyConfig) -> JsonObject:
     evaluations = [row for row in rows if is_evaluation(row)]
     if not evaluations:
         return {}
-    summary = before_and_after(evaluations)
+    summary = first_and_last(evaluations)
     if config.keep_best and (best := best_of(evaluations, watched_metric(config))):
         summary["best"] = row_figures(best)
     return summary

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ycore.errors import Interrupted, RunError
-from ycore.evaluation.held_out import before_and_after, is_due
+from ycore.evaluation.held_out import first_and_last, is_due
 from ycore.flow.flow_inputs import FlowFolder, load_conditions
 from ycore.flow.flow_math import SamplingPath, time_grid
 from ycore.flow.flow_settings import FlowConfig
@@ -213,7 +213,7 @@ class FlowRun:
         column = self.config.condition_column
         classes = [prompt.columns[column] for prompt in self._conditions[:_SHEET_CLASSES]]
         contact_sheet(self.learner.policy, self._plain, classes, self.home.pictures)
-        write_json_atomic(self.home.held_out, before_and_after(self._evaluations()))
+        write_json_atomic(self.home.held_out, first_and_last(self._evaluations()))
 
     def save(self) -> None:
         """Save the model under `model/`, whole, as diffusers saves one; it is on the disk on return."""

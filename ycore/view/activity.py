@@ -7,7 +7,7 @@ first step the logs of the engines.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,8 +120,11 @@ class Scene(NamedTuple):
         for levels in self.activity.waiting.values():
             for role, count in levels.values.items():
                 waiting[role] += count * self._is_now(levels)
-        roles = sort_roles({*in_flight, *waiting})
-        return {role: (in_flight[role], waiting[role]) for role in roles}
+        roles = {*in_flight, *waiting}
+        # As a completion meets them, then those of no known role.
+        known = [role for role in _ROLE_WORDS if role in roles]
+        ordered = [*known, *sorted(roles - _ROLE_WORDS.keys())]
+        return {role: (in_flight[role], waiting[role]) for role in ordered}
 
     def slots(self) -> dict[Place, list[str]]:
         """Return what each slot does now, by role: `judge 12 in flight, the oldest for 8 s`."""
@@ -296,14 +299,6 @@ def slot_names(places: Sequence[Place]) -> list[str]:
     return [
         f"slot {slot}" if len(ranks) < 2 else f"rank {rank}, {slot}" for rank, slot in places
     ]
-
-
-def sort_roles(roles: Iterable[str]) -> list[str]:
-    """Return the roles in the order in which a completion meets them, and then others."""
-    known = list(_ROLE_WORDS)
-    return sorted(
-        roles, key=lambda role: (known.index(role) if role in known else len(known), role)
-    )
 
 
 def _spaced(role: str) -> str:

@@ -442,7 +442,6 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
     environment.filters |= {
         "short": _short,
         "topic": topic,
-        "last_step": _last_step,
         "duration": as_duration,
         "shell": shlex.join,
         "prompt": content_text,
@@ -481,10 +480,6 @@ def _pictures_of(sample: Record, run: RecordedRun) -> list[Path]:
 def _as_data(value: Any) -> Any:
     """Make text printable; the pictures, which are markup, are ours."""
     return printable(value) if type(value) is str else value
-
-
-def _last_step(metrics: Sequence[Row]) -> int:
-    return int(max((number(row, "step") or 0 for row in metrics), default=0))
 
 
 def _short(value: Any) -> str:

@@ -74,8 +74,9 @@ class BaseTrainer(Trainer):
     def measure(self) -> dict[str, Any]:
         """TRL's figures of the model on the held-out rows, and `n`, their number. All ranks call it together."""
         figures = {name.removeprefix("eval_"): value for name, value in self.evaluate().items()}
-        measures = {name: figures[name] for name in figures if name not in _NOT_A_MEASURE}
-        return {"n": len(self.eval_dataset), **measures}
+        for name in _NOT_A_MEASURE & figures.keys():
+            del figures[name]
+        return {"n": len(self.eval_dataset), **figures}
 
     def write_model(self, folder: Path, *, dtype: torch.dtype, merge: bool) -> None:
         """Save the trained model and its tokenizer. All ranks call it together.

@@ -7,6 +7,7 @@ and scores completions with one packed forward.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -116,7 +117,6 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         """How the forward packs sequences: as `path_of` says, or None where TRL pads them."""
         self.packs_pictures = self.packed_by is not None and packs_pictures(bare_models[0])
         """Whether prompts with images are packed too."""
-        self._offloaded: Offload | None = None
         self._groups: Sequence[Group] = ()
         self._round: list[FlatSequence] = []
         self.logged_completions: list[JsonObject] = []
@@ -149,13 +149,15 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         """Keep off the device what is to leave it, where engines share it."""
         if not self.shares_device:
             return nullcontext()
-        if self._offloaded is None:
-            models = [self.model, *self.frozen_models]
-            # A reference that follows the policy is not frozen.
-            if self.ref_model is not None and not self.args.sync_ref_model:
-                models.append(self.ref_model)
-            self._offloaded = Offload(self.offload, models)
         return self._offloaded.away(self.optimizer, self.deepspeed)
+
+    @cached_property
+    def _offloaded(self) -> Offload:
+        models = [self.model, *self.frozen_models]
+        # A reference that follows the policy is not frozen.
+        if self.ref_model is not None and not self.args.sync_ref_model:
+            models.append(self.ref_model)
+        return Offload(self.offload, models)
 
     def record(self, name: str, value: float) -> None:
         """Add a value to the step's metric `name`; TRL logs the mean of a step's values."""

@@ -342,22 +342,17 @@ def advice(metrics: Sequence[Row], config: RunConfig) -> str | None:
         )
         return f"the reward fell ({ends}): try {way_out}"
     flat = f"the reward did not rise ({ends})"
-    num_taught, num_drawn = _count_groups(rows, config)
+    size = config.prompts_per_step
+    num_drawn = sum(number(row, "ycore/sampling/drawn") or size for row in rows)
+    num_taught = num_drawn  # where a completion teaches by itself
+    if not config.teaches_alone:
+        num_taught = sum(_informative_groups(row, size) for row in rows)
     if num_taught < _ENOUGH_TEACH * num_drawn:
         return (
             f"{flat}: rewards differ within only {num_taught:.0f} of {num_drawn:.0f} groups; "
             "try prompts that the model solves sometimes, or a larger --group-size"
         )
     return f"{flat}, although groups taught: try --learning-rate {4 * rate:.1e}, and then more --steps"
-
-
-def _count_groups(rows: Sequence[Row], config: RunConfig) -> tuple[float, float]:
-    """Return how many groups taught, and how many were drawn; all of them where a completion teaches by itself."""
-    size = config.prompts_per_step
-    num_drawn = sum(number(row, "ycore/sampling/drawn") or size for row in rows)
-    if config.teaches_alone:
-        return num_drawn, num_drawn
-    return sum(_informative_groups(row, size) for row in rows), num_drawn
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ def test_a_critic_reads_each_sequence_alone(model: Path, tmp_path: Path) -> None
         model,
         tmp_path,
         PPO,
-        trainer_args={"critic": CriticSettings(whiten=False)},
+        trainer_args={"critic": CriticSettings(whiten=False), "base": model},
         loss_type="dapo",
         beta=0.0,
     )

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,3 +128,21 @@ def test_a_network_of_convolutions_is_a_policy_too(tmp_path: Path) -> None:
     diffusers.FlowMatchEulerDiscreteScheduler().save_pretrained(tmp_path / "scheduler")
     folder = FlowFolder(tmp_path)
     assert FlowPolicy(folder).velocity(*velocity_inputs(4)).shape == (4, 1, 4, 4)
+
+
+def test_the_network_gets_times_as_diffusers_scales_them(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = FlowPolicy(FlowFolder(tiny_model))
+    given: list[torch.Tensor] = []
+    forward = policy.network.forward
+
+    def seen(x: torch.Tensor, times: torch.Tensor, **named: Any) -> Any:
+        given.append(times)
+        return forward(x, times, **named)
+
+    monkeypatch.setattr(policy.network, "forward", seen)
+    policy.velocity(
+        torch.zeros(1, *policy.folder.shape), torch.tensor([0.25]), torch.tensor([0])
+    )
+    assert given[0].tolist() == [250.0]

@@ -47,7 +47,7 @@ from ycore.types import Completion, Draw, Image, Metrics, Prompt, Score, from_js
 Weights = Mapping[str, Tensor]
 """The trained weights by name: the policy's, an older policy's, or the reference's."""
 
-_SCALE = 1000.0  # of times, as diffusers' networks take them
+_TIME_SCALE = 1000.0  # of times, as diffusers' networks take them
 
 
 class FlowPolicy:
@@ -89,7 +89,7 @@ class FlowPolicy:
         weights: Weights | None = None,
     ) -> Tensor:
         """Return [B, C, H, W] in float32, at times [B] for classes [B]; with `weights` instead of the policy's own."""
-        inputs = (x.to(self.device), times.to(self.device) * _SCALE)
+        inputs = (x.to(self.device), times.to(self.device) * _TIME_SCALE)
         named = {"class_labels": classes.to(self.device), "return_dict": False}
         outputs = torch.func.functional_call(self.network, dict(weights or {}), inputs, named)
         v: Tensor = outputs[0].float()
@@ -288,7 +288,7 @@ def drop_pictures(folder: RunFolder) -> None:
 
 
 _NUM_EACH = 8  # pictures of a class on the contact sheet, before and after
-_SCALE = 4  # pixels of the sheet for one of a picture
+_SHEET_SCALE = 4  # pixels of the sheet for one of a picture
 
 
 def conditions(prompts: Sequence[Prompt], column: str) -> list[Prompt]:
@@ -420,4 +420,6 @@ def contact_sheet(
         halves.append(rows.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2))
     gap = torch.ones(*halves[0].shape[:2], 2)
     sheet = as_pil(torch.cat([halves[0], gap, halves[1]], dim=2))
-    sheet.resize((sheet.width * _SCALE, sheet.height * _SCALE), resample=0).save(file)
+    sheet.resize((sheet.width * _SHEET_SCALE, sheet.height * _SHEET_SCALE), resample=0).save(
+        file
+    )

@@ -28,11 +28,11 @@ SOURCES = sorted(
 )
 BENCHMARKS = sorted((ROOT / "docs" / "benchmarks").rglob("*.py"))
 
-MAX_TOKENS = 310_000
+MAX_TOKENS = 304_000
 MAX_TOKENS_PER_LINE = 8.17
 MAX_FILES = 203
 MAX_FUNCTION_TOKENS = 500
-MAX_MEAN_IMPORTS = 5.67
+MAX_MEAN_IMPORTS = 5.65
 """Modules of ycore that a file imports: a reader who opens it must know these too."""
 MAX_IMPORTS = 21
 MAX_VAGUE_NAMES = 30
@@ -303,6 +303,19 @@ def test_variables_say_what_they_hold() -> None:
         name for path in SOURCES for name in names_bound_in(path) if name.strip("_") in VAGUE
     )
     assert vague.total() <= MAX_VAGUE_NAMES, vague
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_constant_has_one_value(path: Path) -> None:
+    """A function reads a constant when it is called, so a second value changes what stands above it."""
+    names = Counter(
+        target.id
+        for node in tree_of(path).body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in ast.walk(node)
+        if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
+    )
+    assert [name for name, count in names.items() if count > 1 and name.isupper()] == []
 
 
 def test_variables_of_benchmarks_say_what_they_hold() -> None:

@@ -212,6 +212,34 @@ def test_a_server_of_programs_has_a_proc_and_a_device_its_drivers_files() -> Non
 
 @linux
 @pytest.mark.parametrize("level", [Level.NAMESPACES, Level.LANDLOCK])
+def test_a_process_with_the_network_can_look_up_names_and_reads_no_key(level: Level) -> None:
+    if (reason := level_refusal(level)) is not None:
+        pytest.skip(reason)
+    source = "\n".join(
+        [
+            "import os, socket",
+            "open('/etc/hosts').read()",
+            "socket.getaddrinfo('localhost', 80)",
+            "try: keys = os.listdir('/etc/ssl/private')",
+            "except OSError: keys = None",
+            "print(keys)",
+        ]
+    )
+    confinement = Confinement(level, "x", View(network=True))
+    launch = confined_launch("timeit", ["-n1", "-r1", source], confinement)
+    done = subprocess.run(
+        launch.command,
+        env=launch.environment,
+        cwd=launch.working,
+        capture_output=True,
+        timeout=240,
+        text=True,
+    )
+    assert (done.returncode, done.stdout.splitlines()[:1]) == (0, ["None"]), done.stderr
+
+
+@linux
+@pytest.mark.parametrize("level", [Level.NAMESPACES, Level.LANDLOCK])
 def test_a_launch_runs_a_module_and_removes_its_scratch(level: Level) -> None:
     if (reason := level_refusal(level)) is not None:
         pytest.skip(reason)

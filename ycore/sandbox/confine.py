@@ -117,6 +117,21 @@ _SYSTEM = (
     "/etc/ld.so.cache",
     "/etc/localtime",
 )
+# Of a process with the network: how names are looked up, and whose certificates count; no private key is among them.
+_NETWORK_FILES = (
+    "/etc/resolv.conf",
+    "/etc/hosts",
+    "/etc/nsswitch.conf",
+    "/etc/host.conf",
+    "/etc/gai.conf",
+    "/etc/ssl/certs",
+    "/etc/ssl/cert.pem",
+    "/etc/ssl/openssl.cnf",
+    "/etc/pki/tls/certs",
+    "/etc/pki/tls/cert.pem",
+    "/etc/pki/ca-trust/extracted",
+    "/etc/ca-certificates",
+)
 _PASSED_ON = frozenset(
     {"LANG", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHASHSEED", "OMP_NUM_THREADS"}
 )
@@ -156,7 +171,8 @@ def confined_launch(
     `name` tells one confined process of a run from another: where ycore is root, each is another user.
     """
     view = confinement.view
-    view = view._replace(read=(*python_paths(), *view.read))
+    network = map(Path, _NETWORK_FILES if view.network else ())
+    view = view._replace(read=(*python_paths(), *network, *view.read))
     run_id = confinement.run_id
     uid = None
     if os.geteuid() == 0 and confinement.level is not Level.NONE:

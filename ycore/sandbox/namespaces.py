@@ -18,16 +18,6 @@ from ycore.sandbox import SCRATCH, View
 
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # of the root, or links into /usr
 _ETC = ("ld.so.cache", "ld.so.conf", "localtime", "alternatives")
-_ETC_NETWORK = (
-    "resolv.conf",
-    "hosts",
-    "nsswitch.conf",
-    "host.conf",
-    "gai.conf",
-    "ssl",
-    "pki",
-    "ca-certificates",
-)
 _DEVICES = ("null", "zero", "random", "urandom", "full")
 _GPU_DEVICES = ("nvidia*", "dri", "kfd")
 # What the first steps inside need, and give up: mounts, another user, an empty bounding set.
@@ -83,7 +73,7 @@ def bwrap_command(
     line += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]
     for capability in (*_SETUP, *(("CAP_KILL",) if hosts_programs else ())):
         line += ["--cap-add", capability]
-    line += _system(network=view.network)
+    line += _system()
     line += ["--perms", "1777", "--tmpfs", str(SCRATCH)]
     line += _devices(gpus=view.devices)
     line += _binds(view.read, view.hidden)
@@ -93,7 +83,7 @@ def bwrap_command(
     return [*line, *program]
 
 
-def _system(*, network: bool) -> list[str]:
+def _system() -> list[str]:
     line = ["--ro-bind", "/usr", "/usr"]
     for name in _SYSTEM:
         path = Path("/") / name
@@ -101,7 +91,8 @@ def _system(*, network: bool) -> list[str]:
             line += ["--symlink", os.readlink(path), str(path)]
         elif path.is_dir():
             line += ["--ro-bind", str(path), str(path)]
-    for name in (*_ETC, *(_ETC_NETWORK if network else ())):
+    line += ["--perms", "0755", "--dir", "/etc"]  # bwrap would close it to all but root
+    for name in _ETC:
         line += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     return line
 
@@ -126,7 +117,7 @@ def _binds(visible: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
 
     paths = {place(path): False for path in hidden} | {place(path): True for path in shown}
     line: list[str] = []
-    made = {Path("/"), Path("/usr"), Path("/dev"), Path("/dev/shm"), SCRATCH}
+    made = {Path("/"), Path("/usr"), Path("/etc"), Path("/dev"), Path("/dev/shm"), SCRATCH}
     covered: list[str] = []
     existing = {path for path in paths if path.exists()}
     for path in sorted(existing, key=lambda path: (len(path.parts), path)):

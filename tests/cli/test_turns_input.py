@@ -8,6 +8,7 @@ from ycore_cli.main import run
 
 from tests.chaos.command_lines import replaced
 from tests.tiny_model import write_tiny_model
+from ycore.models.names import ChatTemplate
 
 FILE = '''
 def add(x: int, y: int) -> int:
@@ -200,3 +201,18 @@ def test_where_the_template_shows_no_tools_calls_are_text_and_the_plan_says_so(
     assert run((LINE + "--reward exact_answer --tools acts.py:add").split()) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "with acts.py:add, called in the text (the chat template shows no tools)" in output
+
+
+def test_a_template_is_checked_with_the_arguments_of_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    write_tiny_model(place / "strict")
+    template = place / "strict" / "chat_template.jinja"
+    needs = "{% if mode is not defined %}{{ raise_exception('say the mode') }}{% endif %}"
+    template.write_text(needs + ChatTemplate(place / "strict").source)
+    line = LINE.replace("--model model", "--model strict").split()
+    line += ["--reward", "exact_answer", "--tools", "acts.py:add"]
+    for actions in ("auto", "calls"):
+        words = [*line, "--actions", actions, "--chat-template-kwargs", '{"mode": "short"}']
+        assert run(words) == 0

@@ -169,25 +169,32 @@ def _check_environments(config: RunConfig, model: ModelPlan) -> bool:
             )
     if model.folder is None or not (model.folder / "tokenizer_config.json").is_file():
         return config.turns.actions == "calls"
-    if config.turns.actions == "calls" and _keeps_earlier_turns(ChatTemplate(model.folder)):
+    arguments = config.trl.get("chat_template_kwargs") or {}
+    template = ChatTemplate(model.folder)
+    if config.turns.actions == "calls" and _keeps_earlier_turns(template, arguments):
         return True
     from ycore.rollout.dialogue import Dialogue  # with TRL, which takes seconds
     from ycore.round.assemble import load_tokenizer
 
     tokenizer = load_tokenizer(model.folder, trust_remote_code=config.trust_remote_code)
     dialogues = [
-        Dialogue(tokenizer, environment, actions=config.turns.actions)
+        Dialogue(
+            tokenizer,
+            environment,
+            actions=config.turns.actions,
+            template_arguments=arguments,
+        )
         for environment in described.values()
     ]
     return any(dialogue.calls_in_text for dialogue in dialogues)
 
 
-def _keeps_earlier_turns(template: ChatTemplate) -> bool:
+def _keeps_earlier_turns(template: ChatTemplate, arguments: dict[str, Any]) -> bool:
     """Whether an answer only adds to what was rendered up to the end token, so that `Dialogue` accepts the template."""
     talk = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": ""}]
     with suppress(ValueError):
-        before = template.render(talk, add_generation_prompt=False)
-        whole = template.render([*talk, talk[0]], add_generation_prompt=True)
+        before = template.render(talk, add_generation_prompt=False, **arguments)
+        whole = template.render([*talk, talk[0]], add_generation_prompt=True, **arguments)
         end = before.rfind(template.eos_token) if template.eos_token else -1
         return end >= 0 and whole.startswith(before[: end + len(template.eos_token)])
     return False

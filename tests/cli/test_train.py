@@ -208,6 +208,10 @@ BAD = [
     ("sft --recipe {place}/mine.yaml", "is for `ycore dpo`, not sft; say ycore dpo --recipe"),
     ("dpo --split test", "pairs.jsonl is a file, and has no splits; leave --split out"),
     (
+        "dpo --dataset {place}/pairs.JSONL --split test",
+        "pairs.JSONL is a file, and has no splits; leave --split out",
+    ),
+    (
         "dpo --eval-split test",
         "pairs.jsonl is a file, and has no splits; leave --eval-split out",
     ),

@@ -270,7 +270,7 @@ def a_fifth(steps: int) -> int:
 
 def is_one_file(dataset: str) -> bool:
     """Tell whether a dataset is one file, which has no splits."""
-    return re.search(r"\.(jsonl?|csv|tsv|parquet)(\.gz)?$", dataset) is not None
+    return re.search(r"(?i)\.(jsonl?|csv|tsv|parquet)(\.gz)?$", dataset) is not None
 
 
 def name_of(dataset: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+from ycore.run.reports import RUN_MARKER
 from ycore.sandbox import Level
 from ycore.sandbox.level import level_refusal
 from ycore.sandbox.program_pool import (
@@ -31,13 +32,22 @@ class Bench:
 
     def __init__(self, level: Level, folder: Path) -> None:
         self.level, self.runner = level, asyncio.Runner()
+        self.run_id = f"{os.getpid()}-{level}"
         self.programs = ProgramPool(
-            level, at_once=1, log=folder / "programs.log", run_id="test"
+            level, at_once=1, log=folder / "programs.log", run_id=self.run_id
         )
         self(self.programs.start())
 
     def __call__(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(coroutine)
+
+    def processes(self) -> set[int]:
+        """The processes that this pool's servers and programs are, by their run's id."""
+        return {
+            process.pid
+            for process in psutil.process_iter(["environ"])
+            if (process.info["environ"] or {}).get(RUN_MARKER) == self.run_id
+        }
 
     def run(self, source: str, *, stdin: bytes = b"", deadline_s: float = 20.0) -> ScriptResult:
         return self(self.programs.run(source, stdin=stdin, deadline_s=deadline_s))
@@ -131,17 +141,11 @@ def test_memory_of_many_processes_is_bounded_together(bench: Bench) -> None:
 
 
 def test_nothing_lives_on(bench: Bench) -> None:
-    before = {process.pid for process in psutil.process_iter()}
+    assert bench.run("print(1)").output == b"1\n"
+    servers = bench.processes()
     source = "import os, time\nfor _ in range(20):\n    if not os.fork(): os.setsid(), time.sleep(100)\nprint(1)"
     assert bench.run(source).output == b"1\n"
-    names = [
-        process.info
-        for process in psutil.process_iter(["pid", "cmdline"])
-        if process.pid not in before
-    ]
-    assert not [
-        info for info in names if any("program_" in part for part in info["cmdline"] or ())
-    ]
+    assert servers and bench.processes() == servers
 
 
 def test_a_fork_bomb_leaves_the_next_program_its_place(bench: Bench) -> None:

@@ -149,8 +149,10 @@ class Machines:
     def rank(self, number: int) -> psutil.Process:
         """The process of a machine's rank."""
         home = self.folder.root / f"node-{number}" if number else self.folder.root
-        report = read_report(RunFolder(home), 0)
-        assert report is not None, "it has no rank"
+        deadline = time.monotonic() + HANG_S
+        while (report := read_report(RunFolder(home), 0)) is None:
+            assert time.monotonic() < deadline, "it has no rank"
+            time.sleep(0.05)
         return psutil.Process(report.pid)
 
     def assert_nothing_is_left(self, numbers: list[int]) -> None:

@@ -71,6 +71,16 @@ def test_no_prompt_waits_for_a_long_completion_of_another(tmp_path: Path) -> Non
     assert rows == [(number, (number - 1) / 2) for number in (64, 128, NUM_PROMPTS)]
 
 
+def test_an_evaluation_that_is_started_again_writes_all_rows_again(tmp_path: Path) -> None:
+    controller: Any = ScriptedController(lambda position: Score(float(position)))
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text('{"step": 64, "reward": 1.0}\n{"step": 128, "rew')
+    _write_all(controller, NUM_PROMPTS, folder)
+    said: list[str] = []
+    rows = [row["step"] for row in read_metrics(folder.metrics, say=said.append)]
+    assert rows == [64, 128, NUM_PROMPTS] and said == []
+
+
 def test_a_reward_that_never_scores_ends_it_long_before_the_last_prompt(tmp_path: Path) -> None:
     controller: Any = ScriptedController(lambda position: Score(None, problem="no such file"))
     controller.last_began.set()

@@ -266,6 +266,12 @@ def test_the_micro_batch_is_the_largest_that_a_device_has_room_for(tmp_path: Pat
     assert fitted(named, ONE_24).trl == named.trl
 
 
+def test_more_engines_than_devices_are_named_before_their_memory() -> None:
+    config = config_of(SEVEN, lora=None, engine={"count": 2})
+    with pytest.raises(ConfigError, match=r"engine.count 2 is more than the 1 .*; lower it"):
+        fit_devices(config, ONE_80)
+
+
 def test_states_that_ddp_cannot_hold_are_divided(tmp_path: Path) -> None:
     """All weights of 7B on eight devices of 80 GB needed 174 GiB of 75.7 by ddp, and were told of the batch size."""
     config = fitted(config_of(SEVEN, lora=None), H100)

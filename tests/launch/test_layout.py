@@ -79,10 +79,7 @@ def test_one_process_needs_no_launcher() -> None:
 def test_several_processes_are_ddp_unless_told() -> None:
     run_layout = layout_of(config(processes=2), CORES)
     assert (run_layout.world, run_layout.local, run_layout.shards_weights) == (2, 2, False)
-    assert (
-        run_layout.accelerate is not None
-        and run_layout.accelerate["distributed_type"] == "MULTI_GPU"
-    )
+    assert run_layout.accelerate and run_layout.accelerate["distributed_type"] == "MULTI_GPU"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +209,7 @@ def test_the_environment_says_a_machines_place_before_a_file(
         run_layout.num_machines,
         run_layout.machine_rank,
     ) == (4, 2, 2, 1)
-    assert run_layout.accelerate is not None
+    assert run_layout.accelerate
     assert (
         run_layout.accelerate["main_process_ip"],
         run_layout.accelerate["mixed_precision"],
@@ -258,9 +255,7 @@ def test_a_bare_no_is_no_mixed_precision(tmp_path: Path) -> None:
         "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\nmixed_precision: no\n"
     )
     run_layout = layout_of(config(accelerate=written(tmp_path, text)), CORES)
-    assert (
-        run_layout.accelerate is not None and run_layout.accelerate["mixed_precision"] == "no"
-    )
+    assert run_layout.accelerate and run_layout.accelerate["mixed_precision"] == "no"
 
 
 def test_processes_that_contradict_the_file(tmp_path: Path) -> None:
@@ -475,7 +470,7 @@ def test_a_machine_finds_its_place_by_itself(
     settings = run_layout.accelerate or {}
     assert (settings["main_process_ip"], settings["main_process_port"]) == ("10.0.0.1", 29511)
     assert settings["num_processes"] == 16
-    if accelerate is not None:
+    if accelerate:
         assert settings["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
     monkeypatch.setenv("LOCAL_RANK", "0")  # a rank of torchrun's is no machine
     assert layout_of(config(prompts_per_step=16), EIGHT).num_machines == 1

@@ -33,6 +33,11 @@ def test_templates_without_a_name_or_a_template_are_a_damaged_model(
         ChatTemplate(write(tmp_path, templates))
 
 
+def test_a_template_may_say_by_place_that_json_is_ascii(tmp_path: Path) -> None:
+    template = ChatTemplate(write(tmp_path, "{{ 'é' | tojson(true) }}{{ 'é' | tojson }}"))
+    assert template.render([], add_generation_prompt=False) == '"\\u00e9""é"'
+
+
 @pytest.mark.parametrize("template", [SOURCE, [{"name": "default", "template": SOURCE}]])
 def test_it_is_what_transformers_writes(
     template: object, chat_model: Path, tmp_path: Path

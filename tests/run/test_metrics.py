@@ -57,6 +57,17 @@ def test_a_kill_in_the_middle_of_a_row_leaves_no_damage_behind(tmp_path: Path) -
     assert len(read_metrics(path, say=said.append)) == 2 and said == []
 
 
+def test_a_row_that_was_there_without_its_end_is_not_new(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    follower = MetricsFollower(path)
+    with closing(MetricsWriter(path)) as writer:
+        writer.forget_after(2)
+        assert follower.read() == []
+        writer.write({"step": 3})
+    assert follower.read() == [{"step": 3}]
+
+
 def damaged(path: Path) -> Path:
     """Three rows as a run writes them, the second then overwritten in part."""
     with closing(MetricsWriter(path)) as writer:

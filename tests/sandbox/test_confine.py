@@ -210,6 +210,11 @@ def test_a_server_of_programs_has_a_proc_and_a_device_its_drivers_files() -> Non
     assert "--proc" in bound(View(devices=True)) and "/sys" in bound(View(devices=True))
 
 
+def test_a_recipe_may_show_a_folder_of_which_some_files_are_always_there() -> None:
+    line = " ".join(bound(View(read=(Path("/etc"),))))
+    assert "--ro-bind /etc /etc" in line
+
+
 @linux
 @pytest.mark.parametrize("level", [Level.NAMESPACES, Level.LANDLOCK])
 def test_a_process_with_the_network_can_look_up_names_and_reads_no_key(level: Level) -> None:

@@ -103,6 +103,7 @@ def _write_all(controller: "Controller", num_prompts: int, folder: RunFolder) ->
         closing(MetricsWriter(folder.metrics)) as writer,
         completions.open("w", encoding="utf-8") as file,
     ):
+        writer.forget_after(0)  # an evaluation that is started again takes all rows again
 
         def write(group: Group) -> None:
             controller.count(group)

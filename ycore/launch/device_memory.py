@@ -191,8 +191,10 @@ def _leaves_room(config: RunConfig, machine: Machine) -> bool:
     """Whether engines have room on the devices, and the host for what leaves them; True of a run without engines."""
     if config.engine.kind == "transformers":
         return True
+    site = planned_site(config, machine)
+    slots_of(config, site)  # too many are an error of their own
     with suppress(ConfigError):
-        arrange(config, planned_site(config, machine), facts_here)
+        arrange(config, site, facts_here)
         return True
     return False
 

@@ -4,6 +4,7 @@ models.json has the configs of well-known models, as the hub has them, so that a
 """
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -251,7 +252,7 @@ def model_facts(name: str) -> ModelFacts:
 
 def model_config(name: str, *, ask: bool = True) -> JsonObject:
     """Return a model's config.json, from the hub only where it may be asked."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.suffix == ".json" and path.is_file():
         return _read(path)
     if is_adapter(path) and (base := base_name(path)):

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -224,7 +224,7 @@ def _check_weights(folder: Path) -> None:
                 pass  # it compares the file's length with its header, so that a partial download is found at once
         except ValueError as problem:
             raise ModelError(
-                f"{path} cannot be read ({problem}); download or save it again"
+                f"{path} cannot be read as JSON ({problem}); download or save it again"
             ) from None
         except SafetensorError as problem:
             reason = f"is not a whole safetensors file ({problem}); download or save it again"
@@ -310,13 +310,17 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         # transformers' own tag, which marks what the assistant wrote
         source = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", self.source or "")
         source = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", source)
         return environment.from_string(source)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _refuse(message: str) -> None:

@@ -114,7 +114,8 @@ class MetricsFollower:
         self._path = path
         self._say = say
         self._lines = LineFollower(path)
-        self._seen = set() if from_the_start else set(map(hash, self._lines.read()))
+        before = path.read_bytes() if path.is_file() and not from_the_start else b""
+        self._seen = set(map(hash, before.split(b"\n")))
 
     def read(self) -> list[JsonObject]:
         """Return the rows that were completed since the last call."""

@@ -117,7 +117,7 @@ def _binds(visible: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
 
     paths = {place(path): False for path in hidden} | {place(path): True for path in shown}
     line: list[str] = []
-    made = {Path("/"), Path("/usr"), Path("/etc"), Path("/dev"), Path("/dev/shm"), SCRATCH}
+    made = {Path("/"), Path("/usr"), Path("/dev"), Path("/dev/shm"), SCRATCH}
     covered: list[str] = []
     existing = {path for path in paths if path.exists()}
     for path in sorted(existing, key=lambda path: (len(path.parts), path)):

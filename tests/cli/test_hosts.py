@@ -21,9 +21,10 @@ case $host in
     gone) echo "ssh: connect to host gone port 22: Connection refused" >&2; exit 255;;
     bare) command="${command/cd /cd /nowhere}";;
     old) export OLD=1;;
-    stopped) command="($command); exit 130";;
+    stopped) command="($command); until [ -e '$0.ended' ]; do sleep 0.05; done; exit 130";;
     frozen) command="($command); exec sleep 60";;
-    failing) command="($command); exit 1";;
+    failing) command="($command); touch '$0.ended'; exit 1";;
+    a) command="($command); status=\\$?; touch '$0.ended'; exit \\$status";;
 esac
 exec sh -c "$command"
 """
@@ -55,11 +56,15 @@ def test_an_error_that_two_hosts_share_is_said_with_one_status(
     assert out == "" and "error: no page has 'zzz'" in err
 
 
-def test_a_failure_is_told_from_the_stop_that_it_causes() -> None:
+@pytest.mark.parametrize(
+    ("second", "words", "status"),
+    [("a", "--version", 130), ("failing", "--version", 1), ("a", "docs zzz", 2)],
+)
+def test_a_failure_is_told_from_the_stop_that_it_causes(
+    second: str, words: str, status: int
+) -> None:
     """The first host, which is stopped because another has failed, made the whole command an interrupted one."""
-    assert run_on_hosts(["stopped", "a"], ["--version"]) == 130
-    assert run_on_hosts(["stopped", "failing"], ["--version"]) == 1
-    assert run_on_hosts(["stopped", "a"], ["docs", "zzz"]) == 2
+    assert run_on_hosts(["stopped", second], words.split()) == status
 
 
 @pytest.mark.parametrize(

@@ -286,10 +286,11 @@ KEYS = {
 }  # fmt: skip
 """Options that have another name than the key that they set."""
 
-_WITHOUT_KEY = """
-    recipe set_ dry_run show_rows resume resume_from accept_changes json benchmark run hosts min_hosts
-    devices judge prompt_tokens completion_tokens top
-"""
+_WITHOUT_KEY = {
+    "recipe", "set_", "dry_run", "show_rows", "resume", "resume_from", "accept_changes", "json",
+    "benchmark", "run", "hosts", "min_hosts",
+    "devices", "judge", "prompt_tokens", "completion_tokens", "top",
+}  # fmt: skip
 
 TRL_FIELDS = {
     "learning_rate": "Peak learning rate",
@@ -384,7 +385,7 @@ def config_keys(params: Record) -> JsonObject:
     for name, value in params.items():
         if isinstance(value, tuple | list):
             value = list(value) or None
-        if name in _WITHOUT_KEY.split() or value is None:
+        if name in _WITHOUT_KEY or value is None:
             continue
         if name == "lora":
             value = {} if value else None

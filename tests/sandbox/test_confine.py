@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ycore.sandbox import Confinement, Level, Limits, View, confine, namespaces, stage
-from ycore.sandbox.confine import closed_path, confined_environment, confined_launch
+from ycore.sandbox.confine import Launch, closed_path, confined_environment, confined_launch
 from ycore.sandbox.level import level_refusal
 from ycore.sandbox.namespaces import bwrap_command
 from ycore.sandbox.stage import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID
@@ -95,6 +95,17 @@ def test_a_container_leaves_one_right_to_read_what_is_closed(
         monkeypatch.setattr(confine, "landlock_abi", lambda abi=abi: abi)
         reading_rights.append(confine._reading_right())
     assert reading_rights == [CAP_DAC_READ_SEARCH, CAP_DAC_OVERRIDE, None, None]
+
+
+def completed(launch: Launch) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        launch.command,
+        env=launch.environment,
+        cwd=launch.working,
+        capture_output=True,
+        timeout=240,
+        text=True,
+    )
 
 
 def bound(view: View, *python: Path) -> list[str]:
@@ -232,14 +243,8 @@ def test_a_process_with_the_network_can_look_up_names_and_reads_no_key(level: Le
     )
     confinement = Confinement(level, "x", View(network=True))
     launch = confined_launch("timeit", ["-n1", "-r1", source], confinement)
-    done = subprocess.run(
-        launch.command,
-        env=launch.environment,
-        cwd=launch.working,
-        capture_output=True,
-        timeout=240,
-        text=True,
-    )
+    done = completed(launch)
+    launch.clear()
     assert (done.returncode, done.stdout.splitlines()[:1]) == (0, ["None"]), done.stderr
 
 
@@ -249,13 +254,7 @@ def test_a_launch_runs_a_module_and_removes_its_scratch(level: Level) -> None:
     if (reason := level_refusal(level)) is not None:
         pytest.skip(reason)
     launch = confined_launch("timeit", ["-n1", "-r1", "print(6*7)"], Confinement(level, "x"))
-    done = subprocess.run(
-        launch.command,
-        env=launch.environment,
-        cwd=launch.working,
-        capture_output=True,
-        timeout=240,
-    )
-    assert done.returncode == 0 and done.stdout.startswith(b"42\n"), done.stderr
+    done = completed(launch)
+    assert done.returncode == 0 and done.stdout.startswith("42\n"), done.stderr
     launch.clear()
     assert launch.scratch is None or not launch.scratch.exists()

@@ -37,7 +37,7 @@ _CHUNK_BYTES = 2**20
 
 
 class _LanguageModel(Server):
-    """A server of a language model, by the name that the server has for it."""
+    """A vLLM server of a language model, which its requests call `_model`."""
 
     _model: str
 

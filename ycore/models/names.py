@@ -515,7 +515,7 @@ def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
 
 
 def base_name(adapter: Path) -> str:
-    """Return an adapter's name of its base; empty where that can be no name, or is the adapter itself."""
+    """Return the name of an adapter's base; empty where it can be no name, or is the adapter itself."""
     name = read_settings(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(name, str) or not name.isprintable() or len(name) >= 1000:
         return ""

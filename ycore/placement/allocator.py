@@ -142,7 +142,7 @@ class Allocator:
         """The mean round of one machine so far."""
         self._measured_swap_s: float | None = None
         self.requests: dict[int, Request] = {}
-        """The requests without an answer, by the number that no other has."""
+        """The requests without an answer, by their numbers."""
         self._num_unfinished = dict.fromkeys(pool.roles, 0)
         self._waiting = {role: Queue() for role in pool.roles}
         self.begin_round(0.0)

@@ -40,7 +40,7 @@ class LoadedReward(NamedTuple):
 
 
 def load_rewards(first: Record) -> tuple[list[JsonObject], Handler]:
-    """Load the rewards; return the parameters of each, and what calls them."""
+    """Load the rewards; return the parameters of each, and the function that answers a request."""
     sources = [_load(RewardConfig.model_validate(spec)) for spec in first["specs"]]
     inputs = [asdict(source.inputs) for source in sources]
     return inputs, lambda request: call_reward(sources[request["source"]], request)

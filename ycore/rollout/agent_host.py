@@ -145,7 +145,7 @@ def start_agent(first: JsonObject, server: ChatServer) -> None:
 
 
 def serve_agent(first: JsonObject) -> tuple[bool, Handler]:
-    """Start the address and the agent; return what waits for its next event."""
+    """Start the address and the agent; return the function that waits for the agent's next event."""
     server = ChatServer()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     start_agent(first, server)

@@ -263,7 +263,7 @@ runpy.run_module("ycore.rollout.tool_host", run_name="__main__", alter_sys=True)
 
 
 def load_tools(first: Record) -> tuple[JsonObject, Handler]:
-    """Load tools and environment; return what there is, and what asks them."""
+    """Load tools and environment; return their description, and the function that answers a request."""
     host = ToolHost(first["tools"], first["env"])
 
     def answer(request: Record) -> JsonObject:

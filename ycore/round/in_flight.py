@@ -38,7 +38,12 @@ class CarryMeter(CountMeter):
     dropped: float = 0
 
     def summary(self) -> Mapping[str, float]:
-        return {f"ycore/carried/{name}": count for name, count in vars(self).items()}
+        return {
+            "ycore/carried/groups": self.groups,
+            "ycore/carried/completions": self.completions,
+            "ycore/carried/tokens": self.tokens,
+            "ycore/carried/dropped": self.dropped,
+        }
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ class GroupSummary:
     cost: int  # of training on it: `Rules.cost_of`
     teaches: bool
     stats: tuple[float, float] | None = None
-    """For the curriculum, of a group of this round: `curriculum.stats_of`."""
+    """For the curriculum, of a group of this round: `sampling.stats_of`."""
 
     @property
     def key(self) -> tuple[int, int]:

@@ -199,7 +199,7 @@ class ExpectedLengths:
         self._mean = fmean(self._of.values()) if self._of else 0.0
 
     def state_dict(self) -> list[Any]:
-        return [*map(list, self._of.items())]
+        return [list(row_and_cost) for row_and_cost in self._of.items()]
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
         self._of = dict(state)

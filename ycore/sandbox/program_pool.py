@@ -225,7 +225,7 @@ class ProgramServer:
         self._control: socket.socket | None = None
 
     def ready(self) -> None:
-        """Make it so that a job can begin."""
+        """Start the server of programs where none is running."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()

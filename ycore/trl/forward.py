@@ -306,7 +306,9 @@ def add_compact_head(
             hidden = hidden[:, :-1]
             shift_labels = labels[:, 1:]
         wanted = shift_labels != IGNORE
-        names = ["log_probs", "entropy", *["mean_logits", "is_top1"] * with_logits]
+        names = ["log_probs", "entropy"]
+        if with_logits:
+            names += ["mean_logits", "is_top1"]
         head = self.get_output_embeddings()
         outputs = score_places(
             hidden, shift_labels, head, names, temperature=temperature, with_logits=with_logits

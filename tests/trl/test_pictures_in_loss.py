@@ -22,6 +22,7 @@ from ycore.round.assemble import load_tokenizer
 from ycore.run.files import ImageStore, png_of
 from ycore.trl.build import placeholder_rewards, vision_modules
 from ycore.trl.forward import NEVER, never_write
+from ycore.trl.grpo import ReinforceTrainer
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, in_blocks
 
@@ -274,6 +275,41 @@ def test_other_pictures_give_other_log_probabilities(
     alone = true_logprobs(model, sight, second)
     for row, expected in zip(logps[GROUP_SIZE:], alone, strict=True):
         torch.testing.assert_close(row[: len(expected)], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
+def test_the_kl_in_the_reward_is_that_of_a_policy_that_sees(
+    packs: bool, model: Path, sight: Sight, tmp_path: Path
+) -> None:
+    """Before its first step the policy is the reference, which sees: no token has a KL."""
+    groups = groups_of(sight, prompts_of(sight)[1:3])
+    args = GRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        beta=0.05,
+        num_generations=GROUP_SIZE,
+        max_completion_length=MAX_TOKENS,
+        per_device_train_batch_size=8,
+    )
+    trainer = ReinforceTrainer(
+        model=str(model),
+        args=args,
+        reward_funcs=placeholder_rewards(["told"]),
+        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 8}),
+        processing_class=sight.processor,
+        peft_config=LoraConfig(
+            r=4, target_modules="all-linear", exclude_modules=vision_modules(model)
+        ),
+        kl_in="reward",
+    )
+    trainer.rounds, trainer.open_image = Recorded(groups), sight.store.open
+    trainer.packs_pictures = packs
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.training_step(trainer.model, [{"prompt": "tick"}] * 8, None)
+    (kl,) = trainer._metrics["train"]["kl"]
+    assert kl == pytest.approx(0.0, abs=1e-6)
 
 
 def true_logprobs(model: Path, sight: Sight, group: Group) -> list[torch.Tensor]:

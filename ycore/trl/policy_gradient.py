@@ -116,8 +116,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         """
         if "loss" not in self._functions:
             return super()._batch_loss(model, batch)
-        pictures = {name: batch[name] for name in _PICTURES & batch.keys()}
-        logps, entropies = self._forward(model, batch, compute_entropy=True, **pictures)
+        logps, entropies = self._forward(model, batch, compute_entropy=True)
         mask = loss_mask(batch)
         loss, metrics = self._functions["loss"].loss(
             logprobs=logps,
@@ -255,8 +254,9 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         """Log-probabilities and entropies of a batch's completions, (B, T), by the forward of TRL's loss."""
         ids, mask = whole_sequences(batch)
         width = batch["completion_ids"].size(1)
+        pictures = {name: batch[name] for name in _PICTURES & batch.keys()}
         logps, entropies, _ = self._get_per_token_logps_and_entropies(
-            model, ids, mask, width, **options
+            model, ids, mask, width, **pictures, **options
         )
         return logps, entropies
 

@@ -1,4 +1,4 @@
-"""What every row of the scorecard works with, and the scorecard as text and as JSON."""
+"""The bench that every row of the scorecard works with, and the scorecard as text and as JSON."""
 
 import math
 import time
@@ -30,7 +30,7 @@ class Row:
     phases: Mapping[str, int] = field(default_factory=dict)
     worst: Mapping[str, float] = field(default_factory=dict)
     wrong: int = 0
-    """Ends with exit status 0 and another result."""
+    """Runs that end with exit status 0 and another result."""
 
     left: int = 0
     """Runs of which something was left behind."""
@@ -49,7 +49,7 @@ class Row:
 
 
 def is_good(outcome: Outcome) -> bool:
-    """Equal, nothing left, and what was to be done was done: what most rows want."""
+    """Whether it is equal, nothing is left, and what was to be done was done: most rows want this."""
     return outcome.passes and outcome.landed
 
 
@@ -78,7 +78,7 @@ class Bench:
         return self.setting.place
 
     def oracle(self, job: Job | None = None) -> Oracle:
-        """The whole run of a job, made once."""
+        """Return the whole run of a job, made once."""
         job = job or self.job
         if job not in self._oracles:
             self._oracles[job] = make_oracle(
@@ -97,7 +97,7 @@ class Bench:
         *,
         good: Callable[[Outcome], bool] = is_good,
     ) -> list[Outcome]:
-        """The outcomes in order, as many at a time as the pool has threads; each is printed as it comes."""
+        """Return the outcomes in order, as many at a time as the pool has threads; each is printed as it comes."""
 
         def attempt(item: T) -> Outcome:
             outcome = work(item)
@@ -116,7 +116,7 @@ def row_of(
     *,
     good: Callable[[Outcome], bool] = is_good,
 ) -> Row:
-    """A row from its trials; `good` says which pass."""
+    """Make a row from its trials; `good` says which pass."""
     failed = [outcome for outcome in outcomes if not good(outcome)]
     landed = Counter(outcome.phase for outcome in outcomes if outcome.landed and outcome.phase)
     return Row(
@@ -142,7 +142,7 @@ _SHOWN_FAILURES = 5
 
 
 def as_lines(tiers: Tiers, *, seed: int) -> list[str]:
-    """A line a row, the two tiers apart; under them the phases, the largest differences, and what failed."""
+    """Write a line a row, the two tiers apart; under them the phases, the largest differences, and what failed."""
     lines: list[str] = []
     for tier, rows in tiers:
         width = max((len(row.name) for row in rows), default=0)
@@ -182,7 +182,7 @@ def _totals(rows: Sequence[Row]) -> list[str]:
 
 
 def largest_differences(rows: Sequence[Row]) -> dict[str, float]:
-    """Over all rows of trials, by name."""
+    """Return the largest differences over all rows of trials, by name."""
     largest: dict[str, float] = {}
     for row in rows:
         for name, value in row.worst.items():
@@ -191,7 +191,7 @@ def largest_differences(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def as_json(tiers: Tiers, *, seed: int, seconds: float) -> dict[str, Any]:
-    """Everything, as JSON values."""
+    """Return everything as JSON values."""
     by_tier = {tier: [_row_json(row) for row in rows] for tier, rows in tiers}
     every = [row for _, rows in tiers for row in rows]
     return {

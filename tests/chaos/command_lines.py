@@ -180,7 +180,7 @@ BAD: tuple[tuple[str, str], ...] = (
     ("--resume", "--resume needs the folder of a run"),
     ("--recipe {place}/object.yaml", "not YAML"),
 )
-"""What follows `GRPO`, and what the one line on standard error must contain."""
+"""Words after `GRPO`, and what the one line on standard error must contain."""
 
 GOOD: tuple[str, ...] = (
     "",
@@ -202,4 +202,4 @@ GOOD: tuple[str, ...] = (
     "--per-device-train-batch-size 4 --gradient-accumulation-steps 16",
     "--engine transformers --no-dynamic-sampling",
 )
-"""What follows `GRPO`, none of which may be refused."""
+"""Words after `GRPO`, none of which may be refused."""

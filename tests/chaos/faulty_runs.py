@@ -51,7 +51,7 @@ class Outcome:
     counts: dict[str, int]
     """File operations of the run by kind."""
     resumed: str = ""
-    """What the resume printed, with its exit status, where there was one."""
+    """The output of the resume and its exit status, where there was one."""
     rows: list[Any] = field(default_factory=list)
     model: str = ""
 

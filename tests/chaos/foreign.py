@@ -1,4 +1,4 @@
-"""What stands beside a run and must not be touched: other processes, files and shared memory, a run under its path.
+"""Foreign things beside a run that it must not touch: processes, files, shared memory, a run under its path.
 
 `Witness` is the other half: a cgroup in which the run is started, so that the kernel itself lists what is left of it.
 """
@@ -30,7 +30,7 @@ _HIERARCHIES = ("pids", "cpuacct", "unified", "")
 
 
 class Witness:
-    """Every living process of a run, whatever it did to hide; ValueError where no cgroup can be made."""
+    """Lists every living process of a run, whatever it did to hide; ValueError where no cgroup can be made."""
 
     def __init__(self, name: str) -> None:
         self._group: Path | None = None
@@ -54,7 +54,7 @@ class Witness:
         return self._group
 
     def processes(self) -> list[psutil.Process]:
-        """By process id, without zombies."""
+        """Return the processes by their ids, without zombies."""
         pids: set[int] = set()
         for place, _, _ in os.walk(self._group_path):
             with suppress(OSError):
@@ -68,7 +68,7 @@ class Witness:
         return [process for process in processes if is_alive(process)]
 
     def role(self, name: str) -> list[psutil.Process]:
-        """Those of a role; `guardian` is one here."""
+        """Return the living processes of a role; `guardian` is one here."""
         members = []
         for process in self.processes():
             with suppress(psutil.Error):
@@ -123,12 +123,12 @@ class Foreign:
         self._state = self._look()
 
     def make_more(self) -> None:
-        """A segment that is made while the run goes on."""
+        """Make a segment while the run goes on."""
         self._segments.append(shared_memory.SharedMemory(create=True, size=4096))
         self._state = self._look()
 
     def touched(self) -> list[str]:
-        """What is not as it was, in words."""
+        """Say in words what is not as it was."""
         now = self._look()
         return [
             f"foreign {name}: {now.get(name)}, was {was}"
@@ -219,7 +219,7 @@ class Twin:
         )
 
     def touched(self) -> list[str]:
-        """What of it is gone while it should be there, and what it leaves when it ends."""
+        """Say what of it is gone while it should be there, and what it leaves when it ends."""
         if not self.told:
             return ["the run under the same path did not start"]
         gone = [
@@ -243,7 +243,7 @@ class Twin:
         return gone + left
 
     def close(self) -> None:
-        """It ends when its standard input does."""
+        """Close its standard input, with which it ends."""
         try:
             self._process.communicate(timeout=_TWIN_WITHIN_S)
         except subprocess.TimeoutExpired:

@@ -63,7 +63,7 @@ def ending_after_orphan(prompts, completions, name, **columns):
 '''
 
 CALLED = "is called"
-"""What tools print when they are called."""
+"""Tools print this when they are called."""
 
 _WORLD = f'''"""A tool and an environment that draws at every call, as ones that repeat only where they are seeded."""
 
@@ -127,7 +127,7 @@ def is_dull(row: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained; all runs of one scorecard share `inputs`."""
+    """A training run of the scorecard; all runs of one scorecard share `inputs`."""
 
     inputs: Path
     tier: Tier = "scripted"
@@ -139,7 +139,7 @@ class Job:
     """Further words of the command line."""
 
     think_s: float = 0.01
-    """What the scripted engine waits before each answer."""
+    """Seconds that the scripted engine waits before each answer."""
 
     reward: str = "variety"
     has_judge: bool = False
@@ -150,7 +150,7 @@ class Job:
     """Trainer ranks, each with its own engine."""
 
     def words(self, output: Path) -> list[str]:
-        """The command line after `ycore`."""
+        """Return the command line after `ycore`."""
         options: dict[str, object] = {
             "--model": self.inputs / "model",
             "--dataset": self.inputs / "train.jsonl",
@@ -204,7 +204,7 @@ class Job:
 
 
 def write_inputs(folder: Path) -> Path:
-    """The model, the prompts and the reward that every job of a scorecard reads."""
+    """Write the model, the prompts and the reward that every job of a scorecard reads."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # a bar for a model of a hundred thousand numbers

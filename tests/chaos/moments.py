@@ -31,7 +31,7 @@ class Moment:
         return f"{self.steps}+{self.share:.3f}"
 
     def delay_s(self, pace: "Pace", *, of: int) -> float:
-        """Seconds from the row of the last finished step to the kill, in a run of `of` steps."""
+        """Return the seconds from the row of the last finished step to the kill, in a run of `of` steps."""
         length = (
             pace.start_s if self.steps == 0 else pace.end_s if self.steps == of else pace.step_s
         )
@@ -46,11 +46,11 @@ class Pace:
     step_s: float
     end_s: float
     until_model_s: float = 0.0
-    """From the last step to the model in its folder, which is the trainer's part of the end."""
+    """Seconds from the last step to the model in its folder, which is the trainer's part of the end."""
 
 
 def draw_moments(count: int, *, steps: int, seed: int, row: str) -> list[Moment]:
-    """`count` moments of a row of the scorecard, dealt evenly over start, steps and end, in a random order."""
+    """Draw `count` moments of a row of the scorecard, dealt evenly over start, steps and end, in a random order."""
     deals, shares = (
         random.Random(f"{purpose}/{seed}/{row}") for purpose in ("deals", "shares")
     )
@@ -63,7 +63,7 @@ def draw_moments(count: int, *, steps: int, seed: int, row: str) -> list[Moment]
 
 
 def pace_of(seconds_of_rows: Sequence[float], *, modelled: float, ended: float) -> Pace:
-    """From the seconds, since the start, at which a whole run's rows and its model appeared, and at which it ended."""
+    """Return a whole run's pace by the seconds since its start at which its rows and model appeared and it ended."""
     gaps = sorted(later - earlier for earlier, later in pairwise(seconds_of_rows))
     middle = gaps[len(gaps) // 2] if gaps else 1.0
     last = seconds_of_rows[-1]
@@ -126,7 +126,7 @@ def glimpse(folder: RunFolder) -> Glimpse:
 
 
 def phase_of(seen: Glimpse, *, steps: int, checkpoint_every: int) -> Phase:
-    """The phase of a run of so many steps. Pure."""
+    """Return the phase of a run of so many steps. Pure."""
     is_due = seen.rows > 0 and (seen.rows % checkpoint_every == 0 or seen.rows >= steps)
     if seen.has_model or (seen.rows >= steps and seen.checkpoint >= steps and not seen.saving):
         return "end"
@@ -142,7 +142,7 @@ def phase_of(seen: Glimpse, *, steps: int, checkpoint_every: int) -> Phase:
 
 
 def count_rows(metrics: Path) -> int:
-    """Whole rows of a file that is being written."""
+    """Count the whole rows of a file that is being written."""
     try:
         return metrics.read_bytes().count(b"\n")
     except OSError:
@@ -150,7 +150,7 @@ def count_rows(metrics: Path) -> int:
 
 
 def _times(folder: Path) -> dict[str, int]:
-    """Names and times of change, in nanoseconds; nothing where there is no folder."""
+    """Return names and times of change, in nanoseconds; nothing where there is no folder."""
     try:
         with os.scandir(folder) as entries:
             return {entry.name: entry.stat().st_mtime_ns for entry in entries}

@@ -1,4 +1,4 @@
-"""What a run left behind, checked: two runs compared to the bit, prompts accounted for, checkpoints verified.
+"""Check what a run left behind: two runs compared to the bit, prompts accounted for, checkpoints verified.
 
 With dynamic sampling, which prompts are drawn next depends on which group finishes first, so two runs may differ. But
 no prompt may be lost or used twice: each drawn prompt was trained on, waits for a later step, or could teach nothing.
@@ -32,10 +32,10 @@ COMPARED = (
     "completions/mean_length",
     "ycore/reward",
 )
-"""Of a step's metrics; the others are times or counts of restarts."""
+"""Metrics of a step that are compared; the others are times or counts of restarts."""
 
 _WHERE_TOLD = ("ycore/reward",)
-"""Of all completions drawn, which a step that is replayed from the journal does not know."""
+"""Metrics of all completions drawn, which a step that is replayed from the journal does not know."""
 
 WEIGHTS = "weights"
 _INFINITE = math.inf  # of what is missing on one side
@@ -43,13 +43,13 @@ _INFINITE = math.inf  # of what is missing on one side
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run left: its rows in the order written, its weights, and whether they could be read."""
+    """The rows that a run left, in the order written, its weights, its samples and its rounds."""
 
     rows: Sequence[Mapping[str, Any]]
     weights: Mapping[str, Any]
     samples: Any = None
     written: Mapping[int, Any] = field(default_factory=dict)
-    """Of each step whose round the journal has, its completions: tokens, who said what, what the environment paid."""
+    """By step, the completions of its round in the journal: tokens, who said what, what the environment paid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ SAME = Difference()
 
 
 def read_result(folder: RunFolder) -> Result:
-    """Rows and weights of a run that has ended; a missing model has no weights."""
+    """Read rows and weights of a run that has ended; a missing model has no weights."""
     weights: dict[str, Any] = {}
     for file in sorted(folder.model.glob("*.safetensors")) if folder.model.is_dir() else []:
         weights |= load_file(file)
@@ -86,7 +86,7 @@ def read_result(folder: RunFolder) -> Result:
 
 
 def _written(round_: Mapping[str, Any]) -> list[Any]:
-    """Of each prompt in order; without the times that tools took."""
+    """Return each prompt's completions in order, without the times that tools took."""
     return [
         [
             _position(group),
@@ -106,7 +106,7 @@ def _written(round_: Mapping[str, Any]) -> list[Any]:
 
 
 def compare(expected: Result, seen: Result) -> Difference:
-    """How far `seen` is from `expected`; a step that is missing, doubled or out of order is a note.
+    """Say how far `seen` is from `expected`; a step that is missing, doubled or out of order is a note.
 
     Rounds are compared where both journals have them: which are left depends on the checkpoints, and a run that was
     stopped saves one more. A journal that has the first step's was kept, and the other must have all of its rounds.
@@ -129,7 +129,7 @@ def compare(expected: Result, seen: Result) -> Difference:
 
 
 def compare_steps(before: Result, after: Result) -> Difference:
-    """How the steps that a run had reported when it was killed differ from the same steps at its end."""
+    """Say how the steps that a run had reported when it was killed differ from the same steps at its end."""
     ended = {row.get("step"): row for row in after.rows}
     taken = [row for row in before.rows if row.get("step") in ended]
     again = Result([ended[row["step"]] for row in taken], {})
@@ -144,7 +144,7 @@ def compare_steps(before: Result, after: Result) -> Difference:
 
 
 def worst(differences: Iterable[Difference]) -> dict[str, float]:
-    """The largest of several, by name."""
+    """Return the largest of several differences, by name."""
     largest: dict[str, float] = dict.fromkeys((*COMPARED, WEIGHTS), 0.0)
     for difference in differences:
         for name, value in difference.largest.items():
@@ -153,7 +153,7 @@ def worst(differences: Iterable[Difference]) -> dict[str, float]:
 
 
 def is_lively(result: Result) -> str | None:
-    """Why equality with this run would prove nothing; None where it proves something."""
+    """Say why equality with this run would prove nothing; None where it proves something."""
     losses, norms, rewards = (_column(result, name) for name in ("loss", "grad_norm", "reward"))
     if len(set(losses)) < len(losses):
         return f"losses repeat: {losses}"
@@ -231,7 +231,7 @@ Rounds = Sequence[Mapping[str, Any]]
 
 
 def read_rounds(journal: Path) -> Rounds:
-    """Each step's groups and its ranks' states, in order. A file's first line, its label, has the number of ranks."""
+    """Read each step's groups and ranks' states, in order. A file's first line, its label, has the number of ranks."""
     rounds = []
     for first in sorted(journal.glob("round-*-rank-0.json")):
         label = json.loads(first.read_bytes().partition(b"\n")[0])
@@ -253,7 +253,7 @@ def read_rounds(journal: Path) -> Rounds:
 
 
 def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
-    """What is wrong with the rounds of a run that took so many steps; nothing where the account is even. Pure."""
+    """Say what is wrong with the rounds of a run that took so many steps; nothing where the account is even. Pure."""
     if len(rounds) != steps:
         return [f"{len(rounds)} rounds for {steps} steps"]
     states = rounds[-1]["states"]
@@ -303,7 +303,7 @@ _PREFIX = "checkpoint-"
 
 
 def published(checkpoints: Path) -> list[Path]:
-    """Everything that has a checkpoint's name, oldest first."""
+    """Return everything that has a checkpoint's name, oldest first."""
     paths = [
         path
         for path in checkpoints.glob(f"{_PREFIX}*")
@@ -313,13 +313,13 @@ def published(checkpoints: Path) -> list[Path]:
 
 
 def newest_problem(checkpoints: Path) -> str | None:
-    """What is wrong with the newest checkpoint; None where all is right, or there is none yet."""
+    """Say what is wrong with the newest checkpoint; None where all is right, or there is none yet."""
     paths = published(checkpoints)
     return problem_of(paths[-1]) if paths else None
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """The first file that is missing, of another size or of another content than its manifest says."""
+    """Name the first file that is missing, of another size or of another content than its manifest says."""
     try:
         _, body = (checkpoint / "manifest.json").read_bytes().splitlines()
         listed = json.loads(body)["files"]

@@ -50,7 +50,7 @@ STAGES: Mapping[str, Callable[[RunFolder], bool]] = {
 
 
 def _begun(folder: RunFolder) -> Path:
-    """Made at the command's own first instruction: before it a signal ends Python as it ends any program."""
+    """Return the file made by the command's first instruction: before it a signal ends Python as any program."""
     return folder.root.with_name(f"{folder.root.name}.begun")
 
 
@@ -58,7 +58,7 @@ Deed = Callable[[Run, Witness], bool]
 
 
 def signalled(*numbers: signal.Signals) -> Deed:
-    """The launcher gets these, one after the other."""
+    """Send the launcher these signals, one after the other."""
 
     def deed(run: Run, witness: Witness) -> bool:
         landed = run.exit_code is None
@@ -71,7 +71,7 @@ def signalled(*numbers: signal.Signals) -> Deed:
 
 
 def killed(*roles: str, then: Deed | None = None) -> Deed:
-    """SIGKILL of a process of each role, as soon as all are there, and then something else."""
+    """Kill a process of each role with SIGKILL, as soon as all are there, and then do something else."""
 
     def deed(run: Run, witness: Witness) -> bool:
         processes: list[psutil.Process] = []
@@ -117,7 +117,7 @@ class End:
     stages: tuple[str, ...] = tuple(STAGES)
     steps: int = _LONG
     early: tuple[int, ...] = ()
-    """What it may see besides, up to the stage `claimed`: only SIGINT is handled from the first instruction on."""
+    """Other exits, up to the stage `claimed`: only SIGINT is handled from the first instruction on."""
 
     is_cleared_by_the_next: bool = False
     """Whether only the folder's next run clears up, because launcher and guardian are both gone."""
@@ -178,7 +178,7 @@ REWARDS = ("with_daemon", "with_orphan", "ending_after_orphan")
 
 
 def draw_cases(count: int, *, seed: int) -> list[Case]:
-    """Kinds are dealt evenly; everything else is drawn. Pure."""
+    """Deal kinds evenly, and draw everything else. Pure."""
     source, kinds = random.Random(f"ends/{seed}"), list(ENDS)
     cases = []
     for number in range(count):
@@ -192,7 +192,7 @@ def draw_cases(count: int, *, seed: int) -> list[Case]:
 
 
 def ends_row(bench: Bench) -> Row:
-    """`count` ends; nothing left of any, nothing foreign touched by any."""
+    """Make `count` ends; nothing is left of any, nothing foreign touched by any."""
     place = bench.place / "ends"
     place.mkdir()
     cases = draw_cases(bench.count, seed=bench.seed)
@@ -228,7 +228,7 @@ def _is_good(outcome: Outcome) -> bool:
 
 
 def end_one(bench: Bench, place: Path, case: Case) -> Outcome:
-    """One run with foreign things beside it, ended."""
+    """End one run with foreign things beside it."""
     began, end, output = time.monotonic(), ENDS[case.kind], place / case.name
     daemon = DAEMON + hashlib.sha256(os.fsencode(output)).hexdigest()[:12]
     job = replace(bench.job, steps=end.steps, checkpoint_every=_LONG, reward=case.reward)
@@ -287,7 +287,7 @@ def _witness(case: Case, daemon: str) -> Witness:
 
 
 def _do(run: Run, witness: Witness, case: Case, foreign: Foreign) -> bool:
-    """Wait for the moment, and do the deed; whether that was before the run had ended."""
+    """Wait for the moment, and do the deed; say whether that was before the run had ended."""
     if case.kind in ("success", "error"):
         return True
     if not run.wait_for(
@@ -300,7 +300,7 @@ def _do(run: Run, witness: Witness, case: Case, foreign: Foreign) -> bool:
 
 
 def _run_next(setting: Setting, words: list[str], output: Path, witness: Witness) -> list[str]:
-    """The same folder's next run, ended as soon as it is guarded, in the same witness's group; what went wrong."""
+    """Start the folder's next run in the same witness's group, end it once it is guarded, and say what went wrong."""
     next_words = [*words, "--resume"] if (output / "run.json").is_file() else words
     run = Run(setting, next_words, output)
     witness.add(run.process.pid)
@@ -317,7 +317,7 @@ def _run_next(setting: Setting, words: list[str], output: Path, witness: Witness
 
 
 def _left(run: Run, witness: Witness) -> list[str]:
-    """What there still is after a while: processes, and the run's folders."""
+    """Name the processes and the run's folders that are still there after a while."""
     folder, deadline = run.folder, time.monotonic() + _GONE_WITHIN_S
     paths = [folder.sockets, folder.shared_memory, folder.temporary]
     while True:

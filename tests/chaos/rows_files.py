@@ -41,7 +41,7 @@ def truncate(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """One bit in the middle."""
+    """Flip one bit in the middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
@@ -74,7 +74,7 @@ class Going:
 
 
 def stopped_run(oracle: Oracle, setting: Setting, name: str, *, after: int) -> Path:
-    """A run that was killed in the step after that many, as soon as its round was committed: it is needed to go on."""
+    """Return a run that was killed in the step after that many, once its round, needed to go on, was committed."""
     output = setting.place / name
     run = Run(setting, oracle.job.words(output), output)
     committed = round_file(run.folder.journal, after, 0)
@@ -108,7 +108,7 @@ def go_on(oracle: Oracle, setting: Setting, output: Path, *more: str) -> Going:
 
 
 def damaged_row(bench: Bench) -> Row:
-    """Every file of the newest checkpoint, damaged in every way: named, passed over, and nothing differs."""
+    """Damage every file of the newest checkpoint in every way: it is named and passed over, and nothing differs."""
     oracle = bench.oracle()
     base = stopped_run(oracle, bench.setting, "stopped", after=bench.job.steps - 2)
     files = sorted(path.name for path in published(base / "checkpoints")[-1].iterdir())
@@ -130,7 +130,7 @@ def damaged_row(bench: Bench) -> Row:
 def damage_checkpoint(
     oracle: Oracle, setting: Setting, base: Path, file: str, damage: str
 ) -> Outcome:
-    """One damage in a copy of a stopped run; a note where the run does not say what it passed over."""
+    """Damage a copy of a stopped run once; a note where the run does not say what it passed over."""
     output = _copy(base, setting.place / f"{damage}-{file}")
     newest = published(output / "checkpoints")[-1]
     DAMAGES[damage](newest / file)
@@ -147,7 +147,7 @@ def damage_checkpoint(
 
 
 def damaged_round_row(bench: Bench) -> Row:
-    """The newest committed round, damaged: refused and named; removed, it is made again."""
+    """Damage the newest committed round: it is refused and named; removed, it is made again."""
     oracle = bench.oracle()
     base = stopped_run(oracle, bench.setting, "stopped-with-rounds", after=bench.job.steps - 2)
     cases = [damage for damage in DAMAGES if damage != "deleted"]
@@ -186,7 +186,7 @@ def damage_round(oracle: Oracle, setting: Setting, base: Path, damage: str) -> O
 
 
 def resume_row(bench: Bench) -> Row:
-    """From every checkpoint of a whole run: with the journal, and with its later rounds made again."""
+    """Resume from every checkpoint of a whole run: with the journal, and with its later rounds made again."""
     kept = replace(bench.job, more=(*bench.job.more, "--save-total-limit", "100"))
     oracle = replace(bench.oracle(), job=kept)  # which changes nothing of the result
     whole, _ = whole_run(kept, bench.setting, name="whole-with-checkpoints")
@@ -222,7 +222,7 @@ def resume_row(bench: Bench) -> Row:
 
 
 def flush_row(bench: Bench) -> Row:
-    """Of all runs so far: every round and every checkpoint was flushed before it got its name."""
+    """Count the rounds and checkpoints of all runs so far that were flushed before they got their name."""
     log = Path(bench.setting.environment[FLUSHES_VARIABLE])
     bench.oracle()
     num_flushed, unflushed = read_flushes(log)
@@ -290,7 +290,7 @@ def save_row(bench: Bench) -> Row:
 
 
 def in_place_row(bench: Bench) -> Row:
-    """The control: of an in-place writer, some must be broken."""
+    """Run the control: of an in-place writer, some must be broken."""
     package = copy_package(bench.place / "in-place-package", (IN_PLACE,))
     oracle, setting, name = _oracle(bench), replace(bench.setting, package=package), "in-place"
     chains = [
@@ -322,13 +322,13 @@ def in_place_row(bench: Bench) -> Row:
 def killed_in_save(
     oracle: Oracle, setting: Setting, name: str, *, step: int, share: float
 ) -> Outcome:
-    """One run killed in the save of this step, and not resumed: whether its newest checkpoint verifies."""
+    """Kill one run in the save of this step, and do not resume it: its newest checkpoint must verify."""
     chain = _Chain(oracle, setting, name, 1, "", step, is_resumed=False)
     return _kill_in_save(chain, setting.place / name, step=step, share=share, aim=_Aim())
 
 
 def num_kills(moments: int) -> int:
-    """A hundred at full size, which is thirty moments."""
+    """Return a hundred at full size, which is thirty moments."""
     return max(2, moments * 10 // 3)
 
 
@@ -354,7 +354,7 @@ def _row(bench: Bench, chains: Sequence[_Chain], name: str, description: str) ->
 
 
 def _follow(chain: _Chain, bench: Bench) -> list[Outcome]:
-    """The outcome of every kill; the last one's is also that of the whole run."""
+    """Return the outcome of every kill; the last one's is also that of the whole run."""
     output, source = chain.setting.place / chain.name, random.Random(chain.seed)
     outcomes, aim = [], _Aim()
     for number in range(chain.kills):

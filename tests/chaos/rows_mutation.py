@@ -36,7 +36,7 @@ class Suspect:
 
 
 def _killed_trainer(suspect: Suspect) -> str | None:
-    """In the middle of a round behind a checkpoint, and in the training behind that."""
+    """Kill the trainer in the middle of a round behind a checkpoint, and in the training behind that."""
     for share in (0.3, 0.9):
         moment = Moment(suspect.steps - 3, share)
         guilt = _guilt(
@@ -77,7 +77,7 @@ def _damaged(suspect: Suspect) -> str | None:
 
 
 def _killed_in_save(suspect: Suspect) -> str | None:
-    """As near to the save's beginning as a kill comes: it is short, and what matters is to be in it."""
+    """Kill the trainer as near to the save's beginning as a kill comes: a save is short, and the kill must be in it."""
     for number in range(3):
         name, step = f"save-{number}", 2 * suspect.oracle.job.checkpoint_every
         outcome = killed_in_save(suspect.oracle, suspect.setting, name, step=step, share=0.0)
@@ -118,7 +118,7 @@ BATTERY: dict[str, Callable[[Suspect], str | None]] = {
 
 
 def mutation_row(bench: Bench) -> Row:
-    """Every defect, and first the package without one."""
+    """Try every defect, and first the package without one."""
     oracle = bench.oracle()
     began = time.monotonic()
     suspects = [_suspect(bench, oracle, patch) for patch in (None, *MUTATIONS)]
@@ -140,7 +140,7 @@ def mutation_row(bench: Bench) -> Row:
 
 
 def _suspect(bench: Bench, oracle: Oracle, patch: Patch | None) -> Suspect:
-    """RunError where the patch does not apply: then the whole row fails, before anything is run."""
+    """Make the suspect; RunError where the patch does not apply: then the whole row fails, before anything is run."""
     name = "no-defect" if patch is None else re.sub(r"[^a-z]+", "-", patch.name)
     place = bench.place / f"mutant-{name}"
     package = copy_package(place / "package", () if patch is None else (patch,))
@@ -154,7 +154,7 @@ def _suspect(bench: Bench, oracle: Oracle, patch: Patch | None) -> Suspect:
 
 
 def _examine(bench: Bench, suspect: Suspect) -> str | None:
-    """By what it was found guilty; None where nothing was found."""
+    """Say by what it was found guilty; None where nothing was found."""
     for test, look in BATTERY.items():
         try:
             guilt = look(suspect)

@@ -51,7 +51,7 @@ class Terminal:
         self._reader.join()
 
     def _read(self, log: Path) -> None:
-        """Also closes: a terminal that is being read from in another thread stays open."""
+        """Read what it prints, and close it: a terminal that is being read from in another thread stays open."""
         with log.open("ab") as output:
             while not self._closing.is_set():
                 if select.select([self._ours], [], [], _LOOK_EVERY_S)[0]:
@@ -118,7 +118,7 @@ class Setting:
         ]
 
     def full_environment(self) -> dict[str, str]:
-        """One thread a process, for the sake of exact repetition."""
+        """Return an environment of one thread a process, for the sake of exact repetition."""
         threads = {
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
@@ -166,14 +166,14 @@ class Run:
         return self.process.poll()
 
     def wait(self, *, timeout_s: float) -> int | None:
-        """The exit status; None where it still runs then."""
+        """Return the exit status; None where it still runs then."""
         self._look_until(
             lambda: self.exit_code is not None, timeout_s=timeout_s, every_s=_WAIT_POLL_S
         )
         return self.exit_code
 
     def num_steps(self) -> int:
-        """Rows of metrics.jsonl, now."""
+        """Count the rows of metrics.jsonl, now."""
         return count_rows(self.folder.metrics)
 
     def wait_for(
@@ -196,7 +196,7 @@ class Run:
                 raise Interrupted("the scorecard was stopped")
 
     def members(self) -> list[psutil.Process]:
-        """The run's living processes besides the launcher: those that carry its marker, and its guardian."""
+        """Return the run's living processes besides the launcher: those that carry its marker, and its guardian."""
         processes = []
         guards = ["ycore.launch.guardian", str(self.folder.root.resolve())]
         for process in psutil.process_iter():
@@ -213,7 +213,7 @@ class Run:
         return processes
 
     def role(self, name: str) -> list[psutil.Process]:
-        """The living processes of a role, by their process ids."""
+        """Return the living processes of a role, by their process ids."""
         if name == "launcher":
             return [psutil.Process(self.process.pid)] if self.exit_code is None else []
         processes = [process for process in self.members() if has_role(_words(process), name)]
@@ -241,13 +241,13 @@ class Run:
         return False
 
     def close_terminal(self) -> None:
-        """As if its window had been closed."""
+        """Close the terminal, as its window would."""
         if self._terminal is not None:
             self._terminal.close()
             self._terminal = None
 
     def end(self) -> None:
-        """Whatever still lives of it, gone: by its guardian if it has one, so that no folder is left either."""
+        """End whatever still lives of it: by its guardian if it has one, so that no folder is left either."""
         self.close_terminal()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -273,7 +273,7 @@ def _sees_our_files(pid: int) -> bool:
 
 
 def leftovers(run: Run, *, within_s: float = 10.0) -> list[str]:
-    """Processes, sockets, shared memory and temporary files that an ended run still has after `within_s` seconds."""
+    """Name the processes, sockets, shared memory and temporary files that an ended run has after `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while remaining := _left(run):
         if time.monotonic() > deadline:
@@ -283,7 +283,7 @@ def leftovers(run: Run, *, within_s: float = 10.0) -> list[str]:
 
 
 def let_end(run: Run, *, timeout_s: float) -> tuple[int | None, tuple[str, ...]]:
-    """The exit status, None where it still runs then, and what is left of it."""
+    """Return the exit status, None where it still runs then, and what is left of it."""
     status = run.wait(timeout_s=timeout_s)
     return status, tuple(leftovers(run)) if status is not None else ("the run itself",)
 

@@ -53,7 +53,7 @@ class Faults:
     """The load from which on weights are no longer taken; the load 0 is that of the model's own, at the start."""
 
     def of_call(self, number: int) -> str | None:
-        """`close`, `error`, `late` or None."""
+        """Return `close`, `error`, `late` or None."""
         at = random.Random(f"{self.seed}/{number}").random()
         for name, share in (("close", self.close), ("error", self.error), ("late", self.late)):
             if at < share:
@@ -64,7 +64,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What the engine keeps of a tensor: a digest of its type, shape and bytes, and the sums that ycore asks for."""
+    """The engine keeps this of a tensor: a digest of its type, shape and bytes, and the sums that ycore asks for."""
 
     digest: str
     width: int
@@ -74,7 +74,7 @@ class Tensor:
 
 @dataclass(slots=True)
 class ScriptedEngine:
-    """What the server holds: the digest of its weights, the version it was given, and how it misbehaves."""
+    """The server's state: the digest of its weights, the version it was given, and how it misbehaves."""
 
     letters: tuple[tuple[int, str], ...]
     weights: dict[str, "Tensor"]
@@ -85,21 +85,21 @@ class ScriptedEngine:
 
     think_s: float = 0.0
     token_s: float = 0.0
-    """What each token takes; until then it can be aborted."""
+    """Seconds that each token takes; until then it can be aborted."""
 
     under_way: dict[str, asyncio.Event] = field(default_factory=dict)
-    """By the request's id, what tells it to come back as far as it is."""
+    """Events, by the request's id, that tell it to come back as far as it is."""
 
     version: str = "default"
     num_loads: int = 1
     num_calls: int = field(default=0)
     asleep: set[str] = field(default_factory=set)
-    """What of the memory sleeps: `weights`, `kv_cache`."""
+    """Parts of the memory that sleep: `weights`, `kv_cache`."""
 
     awake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The body of an answer to `/v1/completions`."""
+        """Return the body of an answer to `/v1/completions`."""
         inputs = [self.digest(), request["prompt"], request["seed"]]
         source = random.Random(hashlib.sha256(json.dumps(inputs).encode()).digest())
         most = int(request["max_tokens"])
@@ -126,7 +126,7 @@ class ScriptedEngine:
         return {"choices": [choice]}
 
     async def write(self, request: dict[str, Any]) -> dict[str, Any]:
-        """`complete`, or as much of it as was written when it was aborted."""
+        """Do as `complete`, or return as much of it as was written when it was aborted."""
         body = self.complete(request)
         if not self.token_s:
             return body
@@ -148,7 +148,7 @@ class ScriptedEngine:
         return body
 
     def judge(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The body of an answer to `/v1/chat/completions`: a number in the range of the schema that was sent along."""
+        """Return the body for `/v1/chat/completions`: a number in the range of the schema that was sent along."""
         schema = request["response_format"]["json_schema"]["schema"]
         question = json.dumps(request["messages"])
         source = random.Random(question)
@@ -171,7 +171,7 @@ class ScriptedEngine:
         return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
     def read_back(self) -> list[tuple[str, int, int, int, int, int]]:
-        """What it holds, as `PolicyWorker.load_policy` answers it."""
+        """Return the sums of the weights it holds, as `PolicyWorker.load_policy` does."""
         return [
             (name, 0, 0, sums.width, sums.rows, sums.columns)
             for name, sums in self.weights.items()
@@ -204,7 +204,7 @@ class ScriptedEngine:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder's safetensors files, by its name."""
+    """Read every tensor of a folder's safetensors files, by its name."""
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         data = file.read_bytes()
@@ -221,7 +221,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _tensor(dtype: str, shape: Sequence[int], body: bytes) -> Tensor:
-    """The sums are those of `ycore.engine.weight_proof.tensor_sums`, written a second time without torch."""
+    """Take the sums of `ycore.engine.weight_proof.tensor_sums`, written a second time without torch."""
     width = _WIDTHS[dtype]
     num_columns = math.prod(shape[1:])
     width = 8 if num_columns * width % 8 == 0 else width
@@ -243,7 +243,7 @@ def _hash(sums: Iterable[int], base: int) -> int:
 
 
 def read_letters(model: Path) -> tuple[tuple[int, str], ...]:
-    """The tokens of one character, with their numbers, of a tokenizer that has one token a character."""
+    """Read the tokens of one character, with their numbers, of a tokenizer that has one token a character."""
     vocabulary = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"][
         "vocab"
     ]
@@ -261,7 +261,7 @@ class Server:
         self._engine = engine
 
     async def serve(self, socket: Path) -> None:
-        """Until killed."""
+        """Serve until killed."""
         server = await asyncio.start_unix_server(self._talk, path=str(socket), limit=2**24)
         async with server:
             await server.serve_forever()
@@ -362,7 +362,7 @@ def _as_http(status: int, value: Any) -> bytes:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`python -m tests.chaos.scripted_engine --model FOLDER --uds SOCKET`; vLLM's other options mean nothing."""
+    """Run `python -m tests.chaos.scripted_engine --model FOLDER --uds SOCKET`; vLLM's other options mean nothing."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--uds", type=Path, required=True)

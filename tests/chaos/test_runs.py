@@ -1,4 +1,4 @@
-"""What the harness does to processes, tried on small ones: terminals, kills, leftovers, a stop of the selftest."""
+"""The harness is tried on small processes: terminals, kills, leftovers, a stop of the selftest."""
 
 import signal
 import subprocess

@@ -50,7 +50,7 @@ class Oracle:
 def make_oracle(
     job: Job, setting: Setting, pool: Executor, *, name: str = "whole", times: int = 2
 ) -> Oracle:
-    """RunError where the run fails, leaves something, cannot tell right from wrong, or (scripted) does not repeat."""
+    """Make the oracle; RunError where a run fails, leaves something, proves nothing, or (scripted) does not repeat."""
     runs = [
         pool.submit(whole_run, job, setting, name=f"{name}-{number}") for number in range(times)
     ]
@@ -73,7 +73,7 @@ def make_oracle(
 
 
 def whole_run(job: Job, setting: Setting, *, name: str) -> tuple[RunFolder, Pace]:
-    """One run from its start to its end, and when its steps came; RunError unless it ends well."""
+    """Make one run from its start to its end, and say when its steps came; RunError unless it ends well."""
     output = setting.place / name
     run = Run(setting, job.words(output), output)
     appeared: list[float] = []
@@ -103,7 +103,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one trial."""
+    """The outcome of one trial."""
 
     name: str
     exits: tuple[int | None, ...]
@@ -119,7 +119,7 @@ class Outcome:
 
     steps_before_resume: int | None = None
     differs_from_whole: bool = False
-    """Of a tier whose whole run does not repeat: whether this one ended as the whole one did; reported, not judged."""
+    """Whether it ended unlike the whole run; reported, not judged, in a tier whose whole run does not repeat."""
 
     had_finished: bool = False
     """Whether the run was through, as its summary says: who is killed after that leaves nothing to resume."""
@@ -152,7 +152,7 @@ class Outcome:
 
 
 Deed = Callable[[Run], bool]
-"""What is done to a run; whether it could be."""
+"""Does something to a run, and returns whether it could."""
 
 
 def kill(role: str, number: signal.Signals = signal.SIGKILL, *, which: int = 0) -> Deed:
@@ -229,7 +229,7 @@ def has_finished(folder: RunFolder) -> bool:
 
 
 def go_on(outcome: Outcome, oracle: Oracle, setting: Setting) -> Outcome:
-    """The one resume that a trial may take."""
+    """Resume the one time that a trial may."""
     output = setting.place / outcome.name
     run = Run(setting, resume_words(oracle.job, output), output)
     try:
@@ -243,6 +243,6 @@ def go_on(outcome: Outcome, oracle: Oracle, setting: Setting) -> Outcome:
 
 
 def resume_words(job: Job, output: Path) -> list[str]:
-    """The same command with `--resume`; a run that was killed before it had a folder is simply begun."""
+    """Return the same command with `--resume`; a run that was killed before it had a folder is simply begun."""
     words = job.words(output)
     return [*words, "--resume"] if (output / "run.json").is_file() else words

@@ -34,7 +34,7 @@ class Cut:
     seed: int
 
     def state(self) -> dict[str, bytes | None]:
-        """The same every time."""
+        """Draw what the disk holds, the same every time."""
         return self.subject.disk.after(
             self.after, self.order, random.Random(f"state/{self.seed}/{self.number}")
         )
@@ -58,7 +58,7 @@ class Tally:
 
 
 def draw_cuts(subjects: Sequence[Subject], *, count: int, seed: int) -> list[Cut]:
-    """Of ten, four anywhere, four right after a change of names or a flush, two among the last operations of a command.
+    """Draw four of ten cuts anywhere, four right after a change of names or a flush, two at the end of a command.
 
     Most operations are writes, and most of a finished run's life comes after its last operation.
     """
@@ -80,7 +80,7 @@ def draw_cuts(subjects: Sequence[Subject], *, count: int, seed: int) -> list[Cut
 
 
 def judge_cuts(cuts: Sequence[Cut], *, say: Say = lambda line: None) -> Tally:
-    """Each in a folder of its own, in memory where the machine has that."""
+    """Judge each cut in a folder of its own, in memory where the machine has that."""
     tally = Tally()
     with _workplace() as place:
         pool = place / "pool"
@@ -129,7 +129,7 @@ def resume_cuts(cuts: Sequence[Cut], setting: Setting, *, say: Say) -> Tally:
 
 
 def _flushes(*parts: str) -> Callable[[Operation], bool]:
-    """Flushes of a path in which every part is found; a part with `=` in front is the whole path."""
+    """Match flushes of a path in which every part is found; a part with `=` in front is the whole path."""
 
     def matches(operation: Operation) -> bool:
         hits = (
@@ -165,7 +165,7 @@ CONTROLS: Mapping[str, Callable[[Operation], bool]] = {
 
 
 def without(subject: Subject, is_dropped: Callable[[Operation], bool]) -> Subject | None:
-    """The same recording without some flushes; None where it has none of them."""
+    """Return the same recording without some flushes; None where it has none of them."""
     recording = subject.recording
     dropped = [
         index for index, operation in enumerate(recording.operations) if is_dropped(operation)
@@ -182,7 +182,7 @@ def without(subject: Subject, is_dropped: Callable[[Operation], bool]) -> Subjec
 def run_controls(
     subjects: Sequence[Subject], *, count: int, seed: int, say: Say
 ) -> dict[str, int]:
-    """How many cuts fail without each of the flushes."""
+    """Count the cuts that fail without each of the flushes."""
     failed_cuts = {}
     for name, is_dropped in CONTROLS.items():
         mutants = [

@@ -1,4 +1,4 @@
-"""What a disk may hold when the power fails: the model, and every state that it allows after a prefix of a recording.
+"""A model of a disk whose power fails: every state that it allows after a prefix of a recording.
 
 Files and folders are inodes. A write or a change of size belongs to its file, and stays for certain once that file is
 flushed. A new name, a removed name or a rename belongs to its folder, and stays for certain once that folder is flushed
@@ -29,7 +29,7 @@ _NEVER = 1 << 60
 
 @dataclass(slots=True)
 class Change:
-    """Of names: `(folder, name, inode)`, None where the name is gone; `kept_from` is the operation that flushed it."""
+    """Changed names: `(folder, name, inode)`, None where the name is gone; operation `kept_from` flushed them."""
 
     index: int
     names: tuple[tuple[int, str, int | None], ...]
@@ -39,7 +39,7 @@ class Change:
 
 @dataclass(slots=True)
 class Piece:
-    """Of a file: bytes at an offset, or a new size where `data` is None."""
+    """Bytes that a file gets at an offset, or its new size where `data` is None."""
 
     index: int
     offset: int
@@ -64,7 +64,7 @@ class World:
         return self._last
 
     def find(self, path: str) -> int | None:
-        """The inode of a path; None where there is none."""
+        """Return the inode of a path; None where there is none."""
         inode = 0
         for name in path.split("/") if path else []:
             child = self.folders.get(inode, {}).get(name)
@@ -74,7 +74,7 @@ class World:
         return inode
 
     def place(self, path: str) -> tuple[int, str]:
-        """The folder that holds a path, and the name in it."""
+        """Return the folder that holds a path, and the name in it."""
         above, _, name = path.rpartition("/")
         folder = self.find(above)
         if folder is None:
@@ -82,7 +82,7 @@ class World:
         return folder, name
 
     def files(self, path: str = "") -> dict[str, bytes]:
-        """Every file below a path by its name there; of a file, itself under the name ""."""
+        """Return every file below a path by its name there; of a file, itself under the name ""."""
         inode = self.find(path)
         if inode is None:
             return {}
@@ -124,7 +124,7 @@ class Disk:
     _whole: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
     def after(self, cut: int, order: Order, draw: random.Random) -> dict[str, bytes | None]:
-        """A state that the disk may have when the power fails right after operation `cut`; None is a folder.
+        """Return a state that the disk may have when the power fails right after operation `cut`; None is a folder.
 
         Args:
             draw: chooses among what the model allows.
@@ -191,7 +191,7 @@ def _apply(content: bytearray, piece: Piece) -> None:
 
 
 def _apply_partly(content: bytearray, offset: int, data: bytes, draw: random.Random) -> None:
-    """Missing, zeros where the file grew, or some of its blocks."""
+    """Apply it not at all, with zeros where the file grew, or by some of its blocks."""
     damage = draw.choice(("missing", "zeros", "blocks", "beginning"))
     if damage == "missing":
         return

@@ -1,4 +1,4 @@
-"""What a resume would do with a disk's state after a loss of power, asked of the package itself, and what it must."""
+"""Ask the package what a resume would do with a disk's state after a loss of power, and check it by the promises."""
 
 import contextlib
 import hashlib
@@ -41,7 +41,7 @@ def digests(files: Mapping[str, bytes]) -> Files:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What a summary that says `finished` stands for."""
+    """The run that a summary with `finished` stands for."""
 
     steps: int
     files: Files
@@ -50,7 +50,7 @@ class Ending:
 
 @dataclass(slots=True)
 class Promise:
-    """What must be there after every cut from operation `since` on, until it is taken back."""
+    """A promise: its content must be there after every cut from operation `since` on, until it is taken back."""
 
     kind: str
     step: int
@@ -61,7 +61,7 @@ class Promise:
 
 @dataclass(slots=True)
 class Witness:
-    """What the processes saw: every version of everything that counts, and when it was promised.
+    """Notes what the processes saw: every version of everything that counts, and when it was promised.
 
     A promise begins with the next thing that the same process does, other than a flush: so it does not depend on
     whether a flush was made, which is what is being tested.
@@ -79,7 +79,7 @@ class Witness:
     _pending: dict[int, list[Promise]] = field(default_factory=lambda: defaultdict(list))
 
     def observe(self, index: int, operation: Operation, world: World) -> None:
-        """After each operation."""
+        """See each operation after it is done."""
         if operation.kind != "flush" and not operation.path.endswith("trace.json"):
             for promise in self._pending.pop(operation.pid, []):
                 promise.since = index
@@ -181,7 +181,7 @@ class Subject:
 def subject_of(
     recording: Recording, operations: Sequence[Operation] | None = None
 ) -> tuple[Subject, World]:
-    """Also the world at its end, to be compared with the real folder; `operations` in place of the recorded ones."""
+    """Make a subject, and the world at its end, to compare with the real folder; `operations` replace its own."""
     witness = Witness()
     disk, world = follow(
         recording.operations if operations is None else operations, witness.observe
@@ -190,11 +190,11 @@ def subject_of(
 
 
 class Broken(Exception):
-    """A promise that a state breaks."""
+    """A state breaks a promise."""
 
 
 def judge(subject: Subject, cut: int, state: State, root: Path) -> str:
-    """How a run goes on from a state that lies in `root`, which is changed; Broken where it must not go on so.
+    """Say how a run goes on from a state that lies in `root`, which is changed; Broken where it must not go on so.
 
     Returns:
         `begins` (nothing was promised yet), `finished`, `resumes`, or `names damage` and goes on from what is whole.
@@ -285,7 +285,7 @@ def _check_checkpoint(witness: Witness, cut: int, folder: RunFolder, step: int) 
 
 
 def _check_rounds(witness: Witness, cut: int, folder: RunFolder, step: int) -> None:
-    """From the checkpoint on, until one is missing: those that a resume takes again."""
+    """Check the rounds that a resume takes again: from the checkpoint on, until one is missing."""
     taken: set[tuple[int, str]] = set()
     for number in range(step, 1 << 30):
         path = round_file(folder.journal, number, 0)
@@ -319,7 +319,7 @@ def _check_metrics(witness: Witness, folder: RunFolder, step: int) -> None:
 
 
 def _check_rest(witness: Witness, cut: int, folder: RunFolder) -> None:
-    """Who the run is; and what nothing depends on must not stop it either."""
+    """Check who the run is, and that what nothing depends on does not stop it either."""
     if witness.promised(cut, "identity.json") and not folder.identity.is_file():
         raise Broken("identity.json is gone")
     if (
@@ -354,7 +354,7 @@ def put(state: State, root: Path, pool: Path) -> None:
 
 
 def unlike(expected: Mapping[str, bytes], folder: Path) -> list[str]:
-    """The files of a real folder that differ from what was recorded, or that only one of both has."""
+    """Name the files of a real folder that differ from what was recorded, or that only one of both has."""
     real = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     real = {name: path for name, path in real.items() if not is_ignored(name)}
     return [

@@ -1,4 +1,4 @@
-"""What real processes did to a folder, as a list of operations: `recorder.c` is preloaded into them."""
+"""Record what real processes do to a folder as a list of operations: `recorder.c` is preloaded into them."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ _KINDS: dict[str, Kind] = {
 _HEADER = struct.Struct("<IIiIIIqQ")
 _MAGIC = 0x79636F72
 IGNORED = ("logs", "sockets")
-"""Of a run folder: nothing is promised of them."""
+"""Parts of a run folder of which nothing is promised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def build_recorder(folder: Path) -> Path:
 
 
 def recording_environment(library: Path, root: Path, log: Path) -> dict[str, str]:
-    """What a process, and all that it starts, is recorded with."""
+    """Return the variables with which a process, and all that it starts, is recorded."""
     return {
         "LD_PRELOAD": str(library),
         "YCORE_RECORD_ROOT": os.path.realpath(root),
@@ -62,7 +62,7 @@ def recording_environment(library: Path, root: Path, log: Path) -> dict[str, str
 
 
 def read_log(log: Path, root: Path) -> list[Operation]:
-    """Every operation in order; RunError where something happened that cannot be recorded."""
+    """Return every operation in order; RunError where something happened that cannot be recorded."""
     return list(_operations(log.read_bytes(), os.path.realpath(root)))
 
 
@@ -89,5 +89,5 @@ def _operations(data: bytes, root: str) -> Iterator[Operation]:
 
 
 def is_ignored(path: str) -> bool:
-    """Of the run's folder, which is directly below the recorded one."""
+    """Whether the run's folder, which is directly below the recorded one, ignores the path."""
     return path.split("/")[1:2] != [] and path.split("/")[1] in IGNORED

@@ -1,4 +1,4 @@
-"""What the package does to files, recorded one thing at a time: no cut leaves what must not be."""
+"""The package's writes to files are recorded one protocol at a time: no cut leaves what must not be."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Operation]:
 
 
 def states(operations: Sequence[Operation], *, of: str) -> Iterator[State]:
-    """Of one folder, after every operation on it, many under each model; paths are relative to it."""
+    """Yield states of one folder after every operation on it, many under each model; paths are relative to it."""
     disk, _ = follow(operations)
     for cut, operation in enumerate(operations):
         if not operation.path.startswith(of):
@@ -115,7 +115,7 @@ def test_rounds_that_changed_settings_drop_are_gone_before_the_settings_are_ther
 def test_half_a_checkpoint_never_has_a_checkpoints_name(
     operations: Sequence[Operation],
 ) -> None:
-    """Neither while it is saved, nor while an older one, or one of the same step, is removed."""
+    """It has none while it is saved, nor while an older one, or one of the same step, is removed."""
     counts = set()
     for state in states(operations, of="saved"):
         names = {path.partition("/")[0] for path in state if path.startswith("checkpoint-")}

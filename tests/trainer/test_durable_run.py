@@ -1,4 +1,4 @@
-"""What a run promises: the same numbers after a resume at any step, and in a replay; nothing broken is saved.
+"""A run promises the same numbers after a resume at any step, and in a replay; nothing broken is saved.
 
 The runs are whole `RolloutRun`s of a tiny model in this process, over transformers' generation, which draws from the
 same generators as training does. A run that dies is one whose step raises; `test_exact_resume` kills real ones.
@@ -84,7 +84,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(place: Path, model: Path, trl: dict[str, Any], **settings: Any) -> RunFolder:
-    """What the launcher leaves for the trainer."""
+    """Write what the launcher leaves for the trainer."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "rewards.py").write_text(REWARD)
     (place / "rows.jsonl").write_text(
@@ -124,7 +124,7 @@ def make(place: Path, model: Path, trl: dict[str, Any], **settings: Any) -> RunF
 
 
 def train(folder: RunFolder, *callbacks: TrainerCallback) -> RolloutRun:
-    """A trainer's life, as `python -m ycore.trainer` leads it."""
+    """Lead a trainer's life, as `python -m ycore.trainer` does."""
     run = RolloutRun(assemble(folder.root))
     for callback in callbacks:
         run.trainer.add_callback(callback)
@@ -163,7 +163,7 @@ def assert_same(run: RunFolder, other_run: RunFolder) -> None:
 def reference(
     tmp_path_factory: pytest.TempPathFactory, model: Path
 ) -> Callable[[str], RunFolder]:
-    """The uninterrupted run of a variant, once."""
+    """Make the uninterrupted run of a variant, once."""
     made: dict[str, RunFolder] = {}
 
     def of(variant: str) -> RunFolder:
@@ -198,7 +198,7 @@ def reference(
 def test_a_resume_is_exact_wherever_it_falls(
     variant: str, tmp_path: Path, model: Path, reference: Callable[[str], RunFolder]
 ) -> None:
-    """Dies twice, after an odd and an even step, so that one of them falls inside a round of several steps."""
+    """It dies twice, after an odd and an even step, so that one of them falls inside a round of several steps."""
     folder = make(tmp_path, model, VARIANTS[variant])
     die(folder, after=2)  # its checkpoint was not written yet: the run goes on from the first
     assert [path.name for path in checkpoints_in(folder.checkpoints)] == ["checkpoint-1"]

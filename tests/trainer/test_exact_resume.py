@@ -64,7 +64,7 @@ MIXED_ROWS = ("ycore/reward/sums.jsonl", "ycore/reward/gym:chain_sum?size=30")
 
 
 def mixed_recipe(folder: Path) -> Path:
-    """A recipe with two datasets, each scored by its own reward."""
+    """Write a recipe with two datasets, each scored by its own reward."""
     lines = [json.dumps({"question": f"{n} + 1 =", "size": n % 3}) for n in range(9)]
     (folder / "sums.jsonl").write_text("\n".join(lines))
     rewards = [f"{folder / 'rewards.py'}:{name}" for name in ("variety", "length")]
@@ -81,7 +81,7 @@ def mixed_recipe(folder: Path) -> Path:
 
 
 def drawn(output: Path) -> list[list[tuple[Any, ...]]]:
-    """What each round drew and how it was scored, in the order of positions."""
+    """Return what each round drew and how it was scored, in the order of positions."""
     return [
         sorted(
             (group["draw"]["position"], group["draw"]["prompt"]["dataset"], group["scores_GR"])
@@ -98,7 +98,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sighted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that sees, with rows of pictures beside it."""
+    """Write a model that sees, with rows of pictures beside it."""
     folder = write_tiny_vision_model(tmp_path_factory.mktemp("sighted"))
     (folder / "pictures").mkdir()
     for number in range(12):
@@ -115,7 +115,7 @@ def sighted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def teacher(model: Path) -> Iterator[str]:
-    """The address of a teacher, whose answers are in the journal."""
+    """Serve a teacher, whose answers are in the journal, and yield its address."""
     with teacher_at(model) as address:
         yield address
 
@@ -147,7 +147,7 @@ def words(
 
 
 def without(arguments: list[str], *options: str) -> list[str]:
-    """The words without these options and their values."""
+    """Drop these options and their values from the words."""
     return [
         word
         for before, word in zip(["", *arguments], arguments, strict=False)
@@ -179,7 +179,7 @@ def wait_for_row(output: Path, number: int, process: subprocess.Popen[bytes]) ->
 
 
 def trainer(run: subprocess.Popen[bytes]) -> psutil.Process:
-    """The run's trainer: the process with the model in it."""
+    """Return the run's trainer: the process with the model in it."""
     (trainer_process,) = [
         c
         for c in psutil.Process(run.pid).children(recursive=True)

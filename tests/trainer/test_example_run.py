@@ -48,7 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(place: Path, output: Path, method: str, **keys: Any) -> ExampleRun:
-    """What the launcher leaves for the trainer's process, and the run that finds it."""
+    """Write what the launcher leaves for the trainer's process, and return the run that finds it."""
     options = {
         "algorithm": method,
         "model": str(place / "tiny"),
@@ -83,7 +83,7 @@ def losses(output: Path) -> list[float]:
 
 
 def measured(output: Path) -> dict[int, dict[str, float]]:
-    """Of each evaluation, by its step, what it found but for its seconds."""
+    """Return the figures of each evaluation, by its step, without its seconds."""
     rows = [row for row in read_metrics(RunFolder(output).metrics) if is_evaluation(row)]
     assert not any("loss" in row for row in rows), "an evaluation has a row of its own"
     return {
@@ -199,7 +199,7 @@ def test_soft_labels_may_be_of_one_side_alone(soft: str, place: Path, tmp_path: 
 
 
 def loads(output: Path, method: str, place: Path) -> bool:
-    """The saved model is another than the first one, and answers with numbers."""
+    """Whether the saved model is another than the first one, and answers with numbers."""
     folder = RunFolder(output).model
     if method == "reward":
         return ranks_right(folder)
@@ -211,7 +211,7 @@ def loads(output: Path, method: str, place: Path) -> bool:
 
 
 def ranks_right(folder: Path) -> bool:
-    """As transformers loads it, alone and in a padded batch, it prefers what was chosen."""
+    """Whether the model, alone and in a padded batch, prefers what was chosen, as transformers loads it."""
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.num_labels == 1 and model.config.pad_token_id == tokenizer.pad_token_id
@@ -243,7 +243,7 @@ def test_the_compact_head_changes_no_figure_of_trls(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Losses, gradients, entropies, accuracies and mean logits, in training and on held-out rows."""
+    """It keeps losses, gradients, entropies, accuracies and mean logits, in training and on held-out rows."""
     keys: dict[str, Any] = {
         "lora": lora,
         "steps": 3,
@@ -271,7 +271,7 @@ def test_the_compact_head_changes_no_figure_of_trls(
 
 
 def figures(output: Path) -> list[dict[str, float]]:
-    """Of every step and of both measurements, without what depends on the machine's speed."""
+    """Return the figures of every step and both measurements that do not depend on the machine's speed."""
     ends = read_json(RunFolder(output).held_out)["held_out"]
     rows = [*read_metrics(RunFolder(output).metrics), ends["before"], ends["after"]]
     return [
@@ -372,7 +372,7 @@ def test_a_stop_ends_a_measurement_and_the_run_goes_on(
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:
-    """Without times, and without TRL's count of tokens, which begins anew in each process."""
+    """Drop times, and TRL's count of tokens, which begins anew in each process."""
     return {name: row[name] for name in row if "time" not in name and name != "num_tokens"}
 
 
@@ -514,7 +514,7 @@ def test_a_run_without_gain_ends_early_also_where_it_was_stopped_before(
 
 
 class Died(Exception):
-    """In place of a kill."""
+    """Stands for a kill."""
 
 
 class DiesAtTheEnd(TrainerCallback):
@@ -572,7 +572,7 @@ class StopAfter(TrainerCallback):
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_rows_with_pictures_teach(method: str, lora: bool, tmp_path: Path) -> None:
-    """A colour for each picture, under one question; the eyes learn too, or stay what they were under LoRA."""
+    """Each picture has one colour, under one question; the eyes learn too, or stay what they were under LoRA."""
     model, colours = (
         write_tiny_vision_model(tmp_path / "eyes"),
         ("red", "lime", "blue", "white"),

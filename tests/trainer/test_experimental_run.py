@@ -122,7 +122,7 @@ def test_it_learns_from_pairs_and_its_model_loads(
 def test_stopped_and_gone_on_with_is_never_stopped(
     method: str, place: Path, tmp_path: Path
 ) -> None:
-    """Those that write themselves draw random tokens: a generator that was not restored would show."""
+    """Methods that write themselves draw random tokens: a generator that was not restored would show."""
     keys = keys_of(place, method, steps=4, checkpoint_every=2, eval_every=4)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     trained(opened(place, whole, method, **keys))

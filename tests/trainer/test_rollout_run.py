@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_folder(tmp_path: Path, model: Path, **settings: Any) -> RunFolder:
-    """What the launcher leaves for the trainer: a config, and where it generates."""
+    """Write what the launcher leaves for the trainer: a config, and where it generates."""
     rows = [{"prompt": f"{n} + 1 =", "answer": str(n % 2)} for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "their_rewards.py").write_text(REWARD)

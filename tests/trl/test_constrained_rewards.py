@@ -62,7 +62,7 @@ def test_where_none_breaks_or_all_do(kept_G: list[float], pair: tuple[int, int] 
 
 
 def test_the_pairs_loss_with_the_likelihood_of_the_best() -> None:
-    """Log ratios 1 and -0.5, beta 0.1, lambda 0.1, 4 tokens of log-probability -2 in all: 0.620957 + 0.05."""
+    """With log ratios 1 and -0.5, beta and lambda 0.1, 4 tokens of log-probability -2 in all, it is 0.620957 + 0.05."""
     loss = preference_losses(torch.tensor([1.5]), beta=0.1, kind="dpo") - 0.1 * (-2.0 / 4)
     close(loss, [0.670957])
 
@@ -147,7 +147,7 @@ GATES = [torch.sigmoid(torch.tensor(row[0] - MEAN)).item() * (row[1] or 0) for r
 
 
 def test_the_trainer_gates_rewards_before_the_estimator(model: Path, tmp_path: Path) -> None:
-    """What breaks the constraint counts in the mean, and what is not known does not."""
+    """A completion that breaks the constraint counts in the mean, and one whose constraint is not known does not."""
     gated = advantages(
         made(
             PolicyGradientTrainer,

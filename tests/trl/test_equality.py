@@ -84,7 +84,7 @@ def one_thread() -> Any:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with larger weights, so that its distributions are far from flat."""
+    """Write the tiny model with larger weights, so that its distributions are far from flat."""
     folder = write_tiny_model(tmp_path_factory.mktemp("model"))
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
@@ -97,7 +97,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def groups(model: Path) -> list[Group]:
-    """Prompts and completions of unequal lengths; engine log-probabilities off by noise, one of them missing."""
+    """Draw prompts and completions of unequal lengths, engine log-probabilities off by noise, one of them missing."""
     loaded = AutoModelForCausalLM.from_pretrained(model)
     draw = torch.Generator().manual_seed(3)
     made = []
@@ -133,7 +133,7 @@ def groups(model: Path) -> list[Group]:
 
 @pytest.fixture(scope="module")
 def talks(groups: list[Group]) -> list[Group]:
-    """The same tokens, where an environment wrote some in the middle or at the end of all but a group's first one."""
+    """Let an environment write some tokens, in the middle or at the end, of all but a group's first completion."""
 
     def in_turns(completion: Completion, member: int) -> Completion:
         length, logprobs = len(completion.token_ids), list(completion.logprobs or ())
@@ -171,7 +171,7 @@ def true_logprobs(model: Any, prompt_ids: list[int], token_ids: list[int]) -> to
 
 
 def flat_rows(groups: list[Group]) -> list[dict[str, Any]]:
-    """The round as TRL's own trainer is told it: a row a completion, what a reward says in a column."""
+    """Return the round as TRL's own trainer is told it: a row a completion, what a reward says in a column."""
     return [
         {"prompt": group.draw.prompt.content, "first": first.value, "second": second.value}
         for group in groups
@@ -190,7 +190,7 @@ def looks_up(name: str) -> Callable[..., list[float | None]]:
 def build(
     case: Case, model: Path, groups: list[Group], output: Path
 ) -> tuple[GRPOTrainer, SeamGRPOTrainer]:
-    """TRL's own trainer, and ours, with the same arguments."""
+    """Build TRL's own trainer, and ours, with the same arguments."""
     arguments = {
         "output_dir": str(output),
         "use_cpu": True,
@@ -273,7 +273,7 @@ def disturb(trainer: GRPOTrainer, scale: float, *, only: str = "") -> None:
 def train(
     trainer: GRPOTrainer, rows: list[dict[str, Any]], num_micro_batches: int
 ) -> tuple[float, dict[str, Any]]:
-    """Summed loss and gradients of that many micro-batches."""
+    """Return summed loss and gradients of that many micro-batches."""
     trainer.model.zero_grad()
     torch.manual_seed(5)  # TRL's shuffle
     loss = sum(
@@ -291,7 +291,7 @@ def train(
 def difference(
     ours: tuple[float, dict[str, Any]], plain: tuple[float, dict[str, Any]]
 ) -> float:
-    """Largest difference in loss and gradients, relative to a loss or a gradient's norm that is above 1."""
+    """Return the largest difference in loss and gradients, relative to a loss or a gradient's norm that is above 1."""
     assert ours[1].keys() == plain[1].keys()
     norm = torch.stack([grad.norm() for grad in plain[1].values()]).norm().item()
     assert norm > 1e-3

@@ -49,7 +49,7 @@ def _loaded(folder: Path) -> PreTrainedModel:
 def padded(
     prompts: list[list[int]], completions: list[list[int]]
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """As TRL builds it: prompts padded left, completions padded right."""
+    """Build a batch as TRL does: prompts padded left, completions padded right."""
     before, after = max(map(len, prompts)), max(1, *map(len, completions))
     ids, mask = [], []
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -62,7 +62,7 @@ def padded(
 def one_by_one(
     model: PreTrainedModel, prompts: list[list[int]], completions: list[list[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies by a forward of each sequence alone."""
+    """Return log-probabilities and entropies by a forward of each sequence alone."""
     width = max(1, *map(len, completions))
     logps, entropies = torch.zeros(len(prompts), width), torch.zeros(len(prompts), width)
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):

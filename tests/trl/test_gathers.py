@@ -21,7 +21,7 @@ def test_trl_gathers_texts_by_the_name_that_is_swapped() -> None:
 
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What reached TRL's own gather."""
+    """Record what reaches TRL's own gather."""
     reached: list[list[str]] = []
 
     def gather_object(items: list[str]) -> list[str]:

@@ -79,7 +79,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_page(definition: str) -> str:
-    """The page's file with a definition."""
+    """Return the page's file that has a definition."""
     texts = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (text,) = [text for text in texts if definition in text]
     return text
@@ -87,7 +87,7 @@ def on_page(definition: str) -> str:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """The file of the page, in a folder outside of the repository."""
+    """Write the file of the page in a folder outside of the repository."""
     path = tmp_path / "mine.py"
     path.write_text(on_page("def rloo"))
     return path
@@ -129,7 +129,7 @@ def test_the_pages_rloo_is_the_built_in_one_to_the_bit(
 
 
 def assert_same(built_in: Any, custom: Any) -> None:
-    """The same advantages, and after two whole steps the same losses, gradients and weights."""
+    """Compare advantages, and after two whole steps losses, gradients and weights."""
     batches = [made._generate_and_score_completions(TICKS) for made in (built_in, custom)]
     assert torch.equal(batches[0]["advantages"], batches[1]["advantages"])
     assert built_in.has_gradient == custom.has_gradient
@@ -286,7 +286,7 @@ def grpo(logprobs, old_logprobs, ref_logprobs, advantages, mask, engine_weights)
 def test_a_loss_written_again_is_trls(
     name: str, settings: dict[str, Any], use_vllm: bool, model: Path, tmp_path: Path
 ) -> None:
-    """Over several micro-batches and, where clipping shows, several passes over a round."""
+    """It is TRL's over several micro-batches and, where clipping shows, over several passes over a round."""
     (tmp_path / "losses.py").write_text(LOSSES if name == "grpo" else on_page("def clipped"))
     settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
                  "max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1}  # fmt: skip

@@ -46,7 +46,7 @@ def one_thread() -> Any:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model that sees, with larger weights, so that pictures matter."""
+    """Write the tiny model that sees, with larger weights, so that pictures matter."""
     folder = write_tiny_vision_model(tmp_path_factory.mktemp("model"))
     loaded = AutoModelForImageTextToText.from_pretrained(folder)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def sight_of(model: Path, store: ImageStore) -> Sight:
 
 
 def prompts_of(sight: Sight) -> list[Prompt]:
-    """Of one picture, of two, of two others under the very same words, and of none."""
+    """Return prompts of one picture, of two, of two others under the very same words, and of none."""
     colours = iter(COLOURS)
     made = []
     for row, question in enumerate(QUESTIONS):
@@ -114,7 +114,7 @@ class Recorded:
 def build(
     model: Path, sight: Sight, groups: list[Group], output: Path, *, lora: bool, **settings: Any
 ) -> Any:
-    """TRL's own trainer, whose model never writes a picture's token either, and ours."""
+    """Build TRL's own trainer, whose model never writes a picture's token either, and ours."""
     arguments = {
         "output_dir": str(output),
         "use_cpu": True,
@@ -251,7 +251,7 @@ def test_loss_and_gradients_equal_trl(
 def test_other_pictures_give_other_log_probabilities(
     packs: bool, model: Path, sight: Sight, tmp_path: Path
 ) -> None:
-    """The same words and the same completions in one micro-batch: only what is seen differs."""
+    """Words and completions are the same in one micro-batch: only what is seen differs."""
     prompt, other = prompts_of(sight)[1:3]
     assert sight.prompt_ids(prompt) == sight.prompt_ids(other)
     first, _ = groups_of(sight, [prompt, other])
@@ -313,7 +313,7 @@ def test_the_kl_in_the_reward_is_that_of_a_policy_that_sees(
 
 
 def true_logprobs(model: Path, sight: Sight, group: Group) -> list[torch.Tensor]:
-    """By transformers' own model, a completion at a time."""
+    """Compute them by transformers' own model, a completion at a time."""
     loaded = AutoModelForImageTextToText.from_pretrained(model)
     never_write(loaded, image_token_ids(loaded.config.to_dict()))
     logprobs = []

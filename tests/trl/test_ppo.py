@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class Rounds:
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
-        """Eight groups of one, of unequal lengths; every second completion was cut."""
+        """Return eight groups of one, of unequal lengths; every second completion was cut."""
         groups = []
         for place, score in enumerate(SCORES):
             ids = tuple(10 + place + 3 * n for n in range(2 + place % 4))
@@ -45,7 +45,7 @@ class Rounds:
 def made(
     model: Path, output: Path, *, lora: bool = True, kl_in: str = "reward", **settings: Any
 ) -> Trainer:
-    """A trainer with a critic whose head is not zero, before its first step."""
+    """Make a trainer with a critic whose head is not zero, before its first step."""
     of_critic = CriticSettings.model_fields.keys() - {"max_grad_norm"}
     critic_args = {name: settings.pop(name) for name in list(settings) if name in of_critic}
     adapters = (
@@ -73,23 +73,23 @@ def made(
 
 
 def step(trainer: Trainer) -> dict[str, Tensor]:
-    """One round, forward and backward; the batch that the loss had."""
+    """Run one round, forward and backward; return the batch that the loss had."""
     trainer.training_step(trainer.model, [{"prompt": "tick"}] * 8, None)
     return dict(trainer._buffered_inputs[0])
 
 
 def places(batch: dict[str, Tensor]) -> list[int]:
-    """Which completion each row is; micro-batches are dealt by length."""
+    """Say which completion each row is; micro-batches are dealt by length."""
     return [int(first) - 10 for first in batch["completion_ids"][:, 0]]
 
 
 def scores_of(batch: dict[str, Tensor]) -> Tensor:
-    """(B, 1), 0 where there is none."""
+    """Return them as (B, 1), 0 where there is none."""
     return torch.tensor([[SCORES[place] or 0.0] for place in places(batch)])
 
 
 def plain(trainer: Trainer, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, values (B, T + 1) and the mask, sequence by sequence without packing and without padding."""
+    """Compute log-probabilities, values (B, T + 1) and the mask by sequence, without packing and without padding."""
     width = batch["completion_ids"].size(1)
     logps, values = torch.zeros(8, width), torch.zeros(8, width + 1)
     for row in range(8):
@@ -313,7 +313,7 @@ def test_a_saved_critic_is_read_again_and_a_damaged_one_refused(
 def reward_run(
     folder: RunFolder, model: Path, *, r: int = 4, algorithm: str = "reward"
 ) -> torch.nn.Module:
-    """What a run of `ycore reward` leaves for a critic; the reward model, whose adapters are not zero."""
+    """Write what a run of `ycore reward` leaves for a critic; return the reward model, whose adapters are not zero."""
     bare = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
     classifier = get_peft_model(
         bare, LoraConfig(r=r, lora_alpha=8, target_modules="all-linear", task_type="SEQ_CLS")

@@ -1,4 +1,4 @@
-"""What the seam does around TRL's numbers: who is asked for rounds, and the metrics of a step."""
+"""The seam around TRL's numbers asks for rounds, and records the metrics of a step."""
 
 import math
 import os
@@ -29,7 +29,7 @@ GAP = "ycore/logprob_gap"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with its embedding, and so its tied head, at zero: every token has the same probability."""
+    """Write the tiny model with its embedding, and so its tied head, at zero: every token has the same probability."""
     folder = write_tiny_model(tmp_path_factory.mktemp("model"))
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     torch.nn.init.zeros_(loaded.get_input_embeddings().weight)
@@ -53,7 +53,7 @@ class Once:
 def group(
     position: int, *, gap: float | None, version: int = 0, rewards: tuple[float | None, ...]
 ) -> Group:
-    """A group of unequal lengths, by an engine that was off by `gap` at every token."""
+    """Make a group of unequal lengths, by an engine that was off by `gap` at every token."""
     flat = -math.log(VOCABULARY)
     completions = []
     for member in range(GROUP_SIZE):
@@ -72,7 +72,7 @@ def group(
 
 
 def trained(model: Path, output: Path, groups: list[Group], **settings: Any) -> SeamGRPOTrainer:
-    """A trainer after the forward and backward of one round."""
+    """Return a trainer after the forward and backward of one round."""
     trainer = SeamGRPOTrainer(
         model=str(model),
         reward_funcs=placeholder_rewards(["mine"]),
@@ -149,7 +149,7 @@ def test_without_engine_logprobs_there_is_no_gap_and_no_correction(
 
 
 def test_the_mean_importance_weight_is_over_real_tokens(model: Path, tmp_path: Path) -> None:
-    """Engine twice as sure as the trainer: every real token weighs a half, and padding, at 1, does not count."""
+    """The engine is twice as sure as the trainer: a real token weighs a half, and padding, at 1, does not count."""
     groups = [group(n, gap=math.log(2), rewards=PLAIN) for n in range(2)]
     trainer = trained(model, tmp_path, groups, vllm_importance_sampling_mode="token_truncate")
     assert metric(trainer, "sampling/importance_sampling_ratio/mean") == [pytest.approx(0.5)]

@@ -109,7 +109,7 @@ TRL_TRAINERS: Mapping[str, tuple[Any, Any]] = {
 def tokenizer_of(
     family: str | None, *, added: str = "$A", more: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token a letter, and one for each marker of the family's template and of `more`.
+    """Make a tokenizer with one token a letter, and one for each marker of the family's template and of `more`.
 
     Without a family it has no template.
     """
@@ -140,7 +140,7 @@ def tokenizer_of(
 
 
 def tokens_of(trainer: Any) -> list[str]:
-    """What the trainer is given of every row, in no order: token ids, masks and labels."""
+    """Return what the trainer is given of every row, in no order: token ids, masks and labels."""
     names = [name for name in trainer.train_dataset.column_names if name.endswith(_GIVEN)]
     assert names
     rows = [{name: row[name] for name in names} for row in trainer.train_dataset]
@@ -151,7 +151,7 @@ _GIVEN = ("ids", "mask", "masks", "labels", "label")
 
 
 def model_of(tokenizer: PreTrainedTokenizerFast, algorithm: str, folder: Path) -> str:
-    """The folder of a random model with the tokenizer's vocabulary."""
+    """Write a random model with the tokenizer's vocabulary, and return its folder."""
     kind = LlamaForSequenceClassification if algorithm == "reward" else LlamaForCausalLM
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
@@ -311,7 +311,7 @@ def test_a_reward_model_is_asked_with_the_rows_tools(family: str, tmp_path: Path
 
 
 def grpo_tokens(tokenizer: PreTrainedTokenizerFast, prompt: Prompt, family: str) -> list[int]:
-    """What a run's engines get for this prompt."""
+    """Return what a run's engines get for this prompt."""
     arguments = {"chat_template_kwargs": FAMILIES[family][3]}
     run = SimpleNamespace(
         config=SimpleNamespace(trl=arguments),
@@ -388,7 +388,7 @@ ROWS_OF_SERVERS: list[tuple[Sequence[dict[str, Any]], list[dict[str, Any]]]] = [
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
-    """The address of a server as `ycore serve` starts it, which also takes templates, and its tokenizer."""
+    """Start a server as `ycore serve` does, which also takes templates, and yield its address and its tokenizer."""
     folder = tmp_path_factory.mktemp("served")
     tokenizer = tokenizer_of(
         "llama3", more=[path.read_text() for path, *_ in FAMILIES.values()]

@@ -184,7 +184,7 @@ def second_step(
 
 
 def test_two_steps_a_round_clip_whole_completions(model: Path, tmp_path: Path) -> None:
-    """In the second step, -min(R A, clip(R) A) of each completion, R the product of its tokens' ratios; over tokens."""
+    """The second step's loss is -min(R A, clip(R) A) a completion, R the product of its tokens' ratios; over tokens."""
     trainer_args = {"trust_region": "clip-completion"}
     correction = {"vllm_importance_sampling_correction": False}
     trainer = made(
@@ -216,7 +216,7 @@ def test_two_steps_a_round_clip_whole_completions(model: Path, tmp_path: Path) -
 def decoupled(
     new: torch.Tensor, prox: torch.Tensor, behaviour: torch.Tensor, advantage: torch.Tensor
 ) -> torch.Tensor:
-    """Of each token (Hilton et al., arXiv 2110.00641): the clip is around the proximal policy, not who sampled."""
+    """Compute each token's objective (Hilton et al., arXiv 2110.00641), clipped around the proximal policy."""
     ratio = (new - prox).exp()
     clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     return (prox - behaviour).exp().clamp(max=3.0).detach() * clipped

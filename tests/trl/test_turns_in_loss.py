@@ -72,7 +72,7 @@ ALONE = [
     ],
     [(PROMPT, (67, 42, 68, 69), (1, 0, 1, 1))],
 ]
-"""The same, written down by hand: each sequence with its prompt, its tokens, and which of them are the policy's."""
+"""Their sequences, written down by hand: each with its prompt, its tokens, and which of them are the policy's."""
 
 REWARDS = (1.0, 0.0, 0.25, 0.5)
 
@@ -99,7 +99,7 @@ def made(
 
 
 def logprobs_alone(model: Any) -> list[list[torch.Tensor]]:
-    """Of the policy's tokens of each sequence, in a forward of its own."""
+    """Return the log-probabilities of the policy's tokens of each sequence, in a forward of its own."""
     logprobs = []
     for sequences in ALONE:
         of_one = []
@@ -203,7 +203,7 @@ def test_a_turns_advantage_is_among_the_groups_turns_of_its_number() -> None:
 def paid(
     completions: tuple[Completion, ...], rewards: list[list[float | None]]
 ) -> tuple[Completion, ...]:
-    """The completions, with rewards of the policy's turns."""
+    """Return the completions, with rewards of the policy's turns."""
     rewarded = []
     for played, turn_rewards in zip(completions, rewards, strict=True):
         left = list(turn_rewards)

@@ -48,7 +48,7 @@ CPU = EngineSpec(
 
 
 def environment_from(variables: dict[str, str], engine: EngineSpec) -> dict[str, str]:
-    """The engine's environment where these variables are this process's."""
+    """Return the engine's environment where these variables are this process's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", variables)
         return engine_environment(engine)
@@ -90,7 +90,7 @@ def test_the_command_on_a_device() -> None:
 
 
 def test_what_makes_an_engine_repeat_itself_to_the_bit() -> None:
-    """On a CPU a patch, and no split of keys among threads; on a device vLLM's own mode where asked."""
+    """A CPU needs a patch, and no split of keys among threads; a device takes vLLM's own mode where asked."""
     gpu = replace(CPU, cores=(), devices=("3",), gpu_memory_utilization=0.3)
     assert environment_from({}, CPU)["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
     assert "VLLM_BATCH_INVARIANT" not in environment_from({}, gpu)
@@ -277,7 +277,7 @@ def shared_memory_files() -> set[Path]:
 
 
 def unused(files: set[Path]) -> set[Path]:
-    """Those that no process has mapped: another engine on this machine keeps its own."""
+    """Return the files that no process has mapped: another engine on this machine keeps its own."""
     mapped: set[int] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:

@@ -32,7 +32,7 @@ TABLE = {
         r"^\| `(\w+)` \| .*? \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", PAGE, re.MULTILINE
     )
 }
-"""What the page says of each family; what it says `no` to, it gives the reason of."""
+"""The page's marks of each family; it gives the reason for each `no`."""
 PROMPT = (9, 8, 7, 30, 31, 32)
 
 
@@ -79,7 +79,7 @@ class EngineRounds(Rounds):
 
 
 def scores_of(model: Any, completion: tuple[int, ...]) -> tuple[float, ...]:
-    """The log-probability of each token after the prompt."""
+    """Return the log-probability of each token after the prompt."""
     was_training = model.training
     with torch.no_grad():
         logits = model.eval()(torch.tensor([[*PROMPT, *completion]])).logits
@@ -136,7 +136,7 @@ def test_a_family_is_trained_and_merged(family: str, tmp_path: Path) -> None:
 def test_a_familys_weights_have_the_checkpoints_names_and_values(
     family: str, tmp_path: Path
 ) -> None:
-    """Also what is not trained, as a router's bias: without it a merged model would route by zeros."""
+    """They include what is not trained, as a router's bias: without it a merged model would route by zeros."""
     model = write_tiny_family(tmp_path / "model", family)
     saved = load_file(model / "model.safetensors")
     policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

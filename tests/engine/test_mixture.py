@@ -31,7 +31,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def policy(mixture: Path, targets: list[str] | str | None) -> Any:
-    """A policy that has learned something: every trainable weight moved; None trains every weight."""
+    """Make a policy that has learned something: every trainable weight moved; None trains every weight."""
     model: Any = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     if targets is not None:
         settings = LoraSettings(r=4, alpha=8, target_modules=targets)
@@ -45,7 +45,7 @@ def policy(mixture: Path, targets: list[str] | str | None) -> Any:
 
 
 def moved(mixture: Path, targets: list[str] | str | None) -> set[str]:
-    """The last parts of the names of the checkpoint's weights that another policy has other numbers of."""
+    """Name, by their last parts, the checkpoint's weights of which another policy has other numbers."""
     base = load_file(mixture / "model.safetensors")
     exported = dict(engine_weights(policy(mixture, targets), dtype=torch.float32))
     assert exported.keys() == base.keys()
@@ -126,7 +126,7 @@ def test_an_engine_computes_with_the_experts_that_it_was_sent(
 
 
 def test_the_gap_that_missing_router_replay_makes(tmp_path: Path, monkeypatch: Any) -> None:
-    """The same weights in bfloat16 stand for the engine; the trainer takes its experts, or chooses its own."""
+    """A copy of the weights in bfloat16 stands for the engine; the trainer takes its experts, or chooses its own."""
     sizes = {"num_experts": 64, "num_experts_per_tok": 8}
     monkeypatch.setitem(FAMILIES, "qwen3_moe", FAMILIES["qwen3_moe"] | sizes)
     model = write_tiny_family(tmp_path, "qwen3_moe")

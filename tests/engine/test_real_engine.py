@@ -55,7 +55,7 @@ def spread(completion_ids):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, with the sums of its tensors beside it, as if a trainer had written it as version 0."""
+    """Write the tiny model, with the sums of its tensors beside it, as if a trainer had written it as version 0."""
     folder = write_tiny_model(tmp_path_factory.mktemp("model"))
     write_manifest(
         folder, 0, {name: tensor_sums(tensor) for name, tensor in stored_in(folder).items()}
@@ -75,7 +75,7 @@ def stored_in(folder: Path) -> dict[str, Any]:
 def server(
     model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any
 ) -> Iterator[Path]:
-    """The socket of a vLLM server with the tiny model in float32; killed in any case."""
+    """Start a vLLM server with the tiny model in float32, and yield its socket; it is killed in any case."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     engine = cpu_engine(folder, model, max_model_len=256)
     with serve(folder, [engine]):
@@ -86,7 +86,7 @@ def server(
 def adapter_server(
     model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any
 ) -> Iterator[Path]:
-    """The same, of an engine that takes the policy's adapters alone."""
+    """Serve an engine that takes the policy's adapters alone, and yield its socket."""
     folder = RunFolder(tmp_path_factory.mktemp("adapters"))
     engine = cpu_engine(folder, model, max_model_len=64, lora_rank=6)
     with serve(folder, [engine]):
@@ -191,7 +191,7 @@ def train(
     lora: bool,
     syncs: bool,
 ) -> tuple[list[float], str]:
-    """Four steps at a large learning rate; the gap of each, and the version that the engine says it holds."""
+    """Train four steps at a large rate; return the gap of each, and the version that the engine says it holds."""
     import torch
 
     from ycore.engine.weights import write_weights
@@ -246,7 +246,7 @@ def train(
 def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(
     server: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Each weight moved a little; then all of it sent, one tensor left out, half of one, and some at wrong places."""
+    """Each weight moved a little: all of it is sent, one tensor left out, half of one, and some at wrong places."""
     import torch
 
     moved = {
@@ -335,7 +335,7 @@ class Shrunk(Bucket):
 def test_weights_from_the_trainers_memory_are_those_of_files(
     server: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By several buckets, into which the largest weight just fits; then buckets that are cut short."""
+    """Several buckets bring them, into which the largest weight just fits; then buckets are cut short."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -397,7 +397,7 @@ def test_weights_from_the_trainers_memory_are_those_of_files(
 def test_adapters_alone_give_what_merged_weights_give(
     server: Path, adapter_server: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Tokens at temperature 0 and log-probabilities, over two versions; then a sync that does not arrive."""
+    """Compare tokens at temperature 0 and log-probabilities, over two versions; then a sync does not arrive."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -506,7 +506,7 @@ for _ in range(3):
 def test_the_openai_client_is_answered_as_an_environment_inside_is(
     server: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same prompts, tokens, masks and log-probabilities by the same seeds, turn by turn."""
+    """Both give equal prompts, tokens, masks and log-probabilities by the same seeds, turn by turn."""
     from transformers import AutoTokenizer
 
     monkeypatch.chdir(tmp_path)

@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def classifier(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same decoder under a random head of one label."""
+    """Write the same decoder under a random head of one label."""
     import torch
     from transformers import AutoTokenizer, LlamaForSequenceClassification
 
@@ -70,7 +70,7 @@ def config_of(model: Path, classifier: Path) -> RunConfig:
 def servers(
     model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any
 ) -> Iterator[RunFolder]:
-    """The folder of a run whose judge and reward model answer; its rollout engine is planned and not started."""
+    """Start a run's judge and reward model, and yield its folder; its rollout engine is planned and not started."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     site = Site(folder, ONE_RANK, Machine((min(os.sched_getaffinity(0)),), ()))
     config = config_of(model, classifier)
@@ -148,7 +148,7 @@ def test_a_judges_label_probabilities_are_the_models_own(
         return list(replies)
 
     def is_plain(reply: Reply) -> bool:
-        """Without escapes, and without special tokens, which a random model writes and the text leaves out."""
+        """Whether it has no escapes, and no special tokens, which a random model writes and the text leaves out."""
         token_text = "".join(token.text for token in reply.tokens or ())
         return has_ended(reply) and "\\" not in reply.text and token_text.startswith(reply.text)
 

@@ -44,7 +44,7 @@ SAMPLING = SamplingParams(max_tokens=8, stop_token_ids=(2,))
 
 
 def prompts_of(sight: Sight) -> list[Prompt]:
-    """Two pictures under the same words, two of other sizes side by side, and none."""
+    """Return two prompts of pictures under the same words, two of other sizes side by side, and none."""
     sizes = {"red": (12, 9), "blue": (12, 9), "lime": (90, 50)}
     red, blue, lime = (
         sight.store.put(png_of(Pillow.new("RGB", size, name)), "")
@@ -77,7 +77,7 @@ async def written(
 
 
 def logprobs(model: Any, sight: Sight, prompt: Prompt, token_ids: Sequence[int]) -> Any:
-    """The trainer's log-probabilities of a completion."""
+    """Return the trainer's log-probabilities of a completion."""
     inputs = {"input_ids": torch.tensor([sight.prompt_ids(prompt)])}
     if prompt.images:
         inputs = dict(sight.inputs([prompt]))
@@ -157,7 +157,7 @@ def test_what_vllm_sees_is_what_the_trainer_sees(
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("family", SERVED)
 def test_a_family_learns_by_its_engine(family: str, full: bool, tmp_path: Path) -> None:
-    """Two steps on prompts of several pictures of other sizes, beside one without, whose engine reads what is trained."""
+    """It takes two steps on prompts of several pictures, beside one without, whose engine reads what is trained."""
     folder = write_tiny_vision_model(tmp_path / "model", family)
     for number in range(4):
         picture = Pillow.new("RGB", (20 + 30 * number, 40), (80 * number, 200, 90))
@@ -192,7 +192,7 @@ SIMPLE_CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['c
 def test_a_judge_that_is_served_sees(
     family: str, tmp_path: Path, serve: Any, cpu_engine: Any
 ) -> None:
-    """The same question about two pictures: two distributions, and the same one for the same picture."""
+    """One question about two pictures gets two distributions, and the same one for the same picture."""
     folder, run = (
         write_tiny_vision_model(tmp_path / "model", family),
         RunFolder(tmp_path / "run"),

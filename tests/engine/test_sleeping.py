@@ -48,7 +48,7 @@ class ScriptedServer:
 
 
 def slept_and_woken(socket: Path, level: int = DROP) -> list[str]:
-    """All calls of a sleep and the wake after it, each asked for twice."""
+    """Return all calls of a sleep and the wake after it, each asked for twice."""
     server = ScriptedServer(socket)
 
     async def work() -> None:
@@ -145,7 +145,7 @@ Serving = Callable[..., list[str]]
 
 @pytest.fixture
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serving:
-    """Run `work(engine)` against a server that answers what vLLM does; the routes that it was asked."""
+    """Run `work(engine)` against a server that answers what vLLM does, and return the routes that it was asked."""
     write_manifest(tmp_path, 3, {"norm.weight": TensorSums(100, 2, rows=5, columns=6)})
     monkeypatch.chdir(tmp_path)  # a socket's path must be short
 
@@ -254,7 +254,7 @@ A_NAP = (
     "(sleeps at level 1;wakes: weights|sleeps at level 2;wakes: weights;loads);wakes: kv_cache"
 )
 ASLEEP = "sleeps at level [12]"
-"""What a judge's engine says: weights that it dropped are read again, weights that it kept are not. Which level it is
+"""A judge's engine says this: weights that it dropped are read again, weights that it kept are not. Which level it is
 told, and how often it wakes, follows from the seconds that were measured.
 """
 SAME = ("loss", "grad_norm", "reward", "completions/mean_length")
@@ -262,7 +262,7 @@ SAME = ("loss", "grad_norm", "reward", "completions/mean_length")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a judge, and a run whose engines stay awake."""
+    """Make a model, a judge, and a run whose engines stay awake."""
     folder = tmp_path_factory.mktemp("place")
     write_tiny_model(folder / "model")
     (folder / "judge.yaml").write_text(JUDGE)
@@ -271,7 +271,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_with_devices(place: Path, name: str, *sets: str) -> str:
-    """What a run showed whose launcher takes the machine for one with two devices; its engines are scripted."""
+    """Run on what the launcher takes for two devices, with scripted engines, and return the output."""
     options: dict[str, Any] = {
         "--model": place / "model",
         "--dataset": "task:addition?digits=1",
@@ -313,7 +313,7 @@ def rows(output: Path) -> list[dict[str, Any]]:
 
 
 def rests(output: Path, engine: str) -> list[str]:
-    """What the scripted engine says that it did, without its start."""
+    """Return the lines of the scripted engine that say how it slept and woke, without its start."""
     lines = (output / "logs" / f"{engine}.log").read_text().splitlines()
     return [line for line in lines if line.startswith(("sleeps", "wakes", "loads"))]
 

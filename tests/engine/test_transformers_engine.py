@@ -26,7 +26,7 @@ ENDS = (2, *range(6, 26))
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """Model and tokenizer as the trainer has them: with its heads, in training."""
+    """Return model and tokenizer as the trainer has them: with its heads, in training."""
     folder: Path = write_tiny_model(tmp_path_factory.mktemp("model"))
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
@@ -164,7 +164,7 @@ def test_a_failed_batch_fails_everyone_in_it_and_no_other(
 
 
 def test_pictures_are_seen_and_never_written(tmp_path: Path) -> None:
-    """The same words under two pictures, and a text, at once: each is what it is alone, and the pictures matter."""
+    """Equal words under two pictures and a text run at once: each is what it is alone, and the pictures matter."""
     model_folder = write_tiny_vision_model(tmp_path / "model")
     model = AutoModelForImageTextToText.from_pretrained(model_folder)
     with torch.no_grad():

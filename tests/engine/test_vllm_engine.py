@@ -23,7 +23,7 @@ Answer = Callable[[str], Awaitable[tuple[int, bytes]]]
 
 @pytest.fixture
 def socket() -> Iterator[Path]:
-    """In a folder of its own with a short name: a socket's path holds about 100 characters."""
+    """Return a socket in a folder of its own with a short name: a socket's path holds about 100 characters."""
     with tempfile.TemporaryDirectory(prefix="yc-") as folder:
         yield Path(folder) / "e.sock"
 
@@ -73,7 +73,7 @@ def engine_at(
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """What a trainer left as version 3; the engine never looks at the tensors themselves."""
+    """Write the manifest of a trainer's version 3; the engine never looks at the tensors themselves."""
     write_manifest(tmp_path, 3, SUMS)
     return tmp_path
 
@@ -233,7 +233,7 @@ async def hangs_up(path: str) -> tuple[int, bytes]:
 
 
 def healthy(answer: Answer) -> Answer:
-    """A server with these answers whose health check passes."""
+    """Return these answers, beside a health check that passes."""
 
     async def answers(path: str) -> tuple[int, bytes]:
         return (200, b"") if path == "/health" else await answer(path)
@@ -277,7 +277,7 @@ def test_whatever_goes_wrong_is_an_engine_error_in_time(
 def test_a_server_that_closes_every_connection_is_given_up_at_the_deadline(
     socket: Path,
 ) -> None:
-    """At /health too, so that it is not known to be back; and its process stays the one it was."""
+    """It closes them at /health too, so that it is not known to be back; and its process stays the one it was."""
     paths: list[str] = []
 
     async def answers(path: str) -> tuple[int, bytes]:

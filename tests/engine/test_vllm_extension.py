@@ -86,7 +86,7 @@ def test_queries_of_several_heads_are_rotated_as_in_a_row(
 
 @pytest.fixture
 def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The multiplication of an engine that must repeat itself, on one thread."""
+    """Multiply as an engine that must repeat itself, on one thread."""
     from vllm.model_executor.layers import utils
 
     monkeypatch.setattr(utils, "cpu_unquantized_gemm", stock_multiplication)
@@ -198,7 +198,7 @@ def test_the_largest_number_draws_the_last_token_that_has_a_share() -> None:
 
 @pytest.fixture
 def norm() -> Iterator[Any]:
-    """The operation as a worker chooses it; the patches allow the C kernel."""
+    """Return the operation as a worker chooses it; the patches allow the C kernel."""
     op = ir.ops.fused_add_rms_norm
     priority = op.get_priority()
     op.set_default(["native"])
@@ -226,7 +226,7 @@ def test_rows_that_lie_apart_keep_pytorchs_norm(norm: Any) -> None:
 
 
 def test_a_bias_that_a_cpu_keeps_in_float32_is_known_by_its_value() -> None:
-    """As vLLM's packed layers do in bfloat16: the eyes of a policy that sees have such biases."""
+    """vLLM's packed layers do so in bfloat16, and the eyes of a policy that sees have such biases."""
     sent = torch.randn(6).bfloat16()
     layer = torch.nn.Linear(4, 6)
     layer.weight = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.bfloat16))
@@ -251,11 +251,11 @@ class Fused(torch.nn.Module):
 
 
 class InheritsIt(Fused):
-    """As vLLM's Mistral inherits it of Llama, which refused every Mistral at its first sync."""
+    """Inherits the mapping, as vLLM's Mistral does from Llama: every Mistral was refused at its first sync."""
 
 
 class HasItsOwn(Fused):
-    """As vLLM's backend for transformers' models (SmolLM3, OLMo 2 and 3)."""
+    """Sets its own mapping, as vLLM's backend for transformers' models does (SmolLM3, OLMo 2 and 3)."""
 
     packed_modules_mapping: ClassVar = {}
 
@@ -266,7 +266,7 @@ class HasItsOwn(Fused):
 
 @pytest.mark.parametrize("kind", [Fused, InheritsIt, HasItsOwn])
 def test_what_vllm_fuses_is_known_by_the_checkpoints_names(kind: type[Fused]) -> None:
-    """Whether the checkpoint has it apart, or in one as vLLM has (GLM-4)."""
+    """It is known so whether the checkpoint has it apart, or in one as vLLM has (GLM-4)."""
     model = kind()
     whole = model.gate_up_proj.weight
     gate, up = whole.chunk(2)
@@ -295,7 +295,7 @@ def test_a_routers_bias_is_proved_in_float32_and_its_weights_in_the_engines_dtyp
 
 
 def test_parameters_are_named_as_checkpoints_name_them() -> None:
-    """By vLLM's own table of a model: LLaVA's of today and of before, of which one is sent."""
+    """vLLM's own table of a model names them: LLaVA's of today and of before, of which one is sent."""
     mapper = SimpleNamespace(
         orig_to_new_prefix={"model.vision_tower.": "vision_tower.", "lm_head.": None}
     )

@@ -147,7 +147,7 @@ def _client(spec: EngineSpec) -> VllmEngine:
 
 
 async def _tokens(engine: VllmEngine) -> list[tuple[int, ...]]:
-    """One request at a time: an engine's arithmetic depends on what else is in its batch, and so do a few tokens."""
+    """Write one at a time: an engine's arithmetic depends on what else is in its batch, and so do a few tokens."""
     return [
         (await engine.complete([9, 8, 7, prompt], seed=prompt)).token_ids
         for prompt in range(10, 18)
@@ -155,7 +155,7 @@ async def _tokens(engine: VllmEngine) -> list[tuple[int, ...]]:
 
 
 def _check_freed(level: int, held_gib: float, freed_gib: float) -> str:
-    """What of the memory is free now, in words; another process takes nine tenths of it for a moment."""
+    """Say how much memory is free now; another process takes nine tenths of it for a moment."""
     if held_gib - freed_gib > _KEPT_GIB:
         raise RunError(
             f"asleep at level {level}, the engine keeps {held_gib - freed_gib:.1f} of its {held_gib:.1f} GiB"
@@ -224,7 +224,7 @@ def _kill(engine: LiveEngine) -> None:
 
 
 def _free_gib() -> float | None:
-    """Free memory of the first device, as the driver says now; None without one, and on a slice of one."""
+    """Return the free GiB of the first device, as the driver says now; None without one, and on a slice of one."""
     gpus = visible_gpus()
     return gpus[0].free_gib if gpus else None
 

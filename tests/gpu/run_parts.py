@@ -43,7 +43,7 @@ _SAME = ("loss", "reward", "grad_norm", "entropy", "completions/mean_length")
 
 
 def ways(folder: Path) -> str:
-    """A run for each way to share a device and to send weights; a CPU has those in which no engine sleeps."""
+    """Make a run for each way to share a device and to send weights; a CPU has those in which no engine sleeps."""
     model = write_tiny_model(folder / "model")
     said = []
     for name, sets in (AWAKE | ASLEEP if visible_gpus() else AWAKE).items():
@@ -54,7 +54,7 @@ def ways(folder: Path) -> str:
 
 
 def memory(folder: Path) -> str:
-    """The trainer's memory beside the plan's: LoRA, every weight and 4 bits of 1.5 billion parameters, without vLLM."""
+    """Compare the trainer's memory with the plan's, without vLLM: LoRA, all weights and 4 bits of 1.5 billion."""
     model = write_shaped(folder / "model", "Qwen/Qwen2.5-1.5B-Instruct")
     options = (
         "--max-tokens",
@@ -88,7 +88,7 @@ def seven(folder: Path) -> str:
 
 
 def exact(folder: Path) -> str:
-    """The same run twice with `--deterministic`."""
+    """Train twice with `--deterministic`, and compare every step."""
     model = write_tiny_model(folder / "model")
     first, second = (
         read_metrics(
@@ -111,7 +111,7 @@ def _run(output: Path, model: Path, *more: str) -> RunFolder:
 
 
 def _costs(name: str, run: RunFolder) -> str:
-    """The seconds of the last step; RunError where the engine is not the trainer's policy."""
+    """Return the seconds of the last step; RunError where the engine is not the trainer's policy."""
     rows = read_metrics(run.metrics)
     gap = max(row["ycore/logprob_gap"] for row in rows)
     proved = min(row["ycore/sync_proved"] for row in rows)
@@ -132,7 +132,7 @@ def _costs(name: str, run: RunFolder) -> str:
 
 
 def write_shaped(folder: Path, name: str) -> Path:
-    """A model of the size of one that `ycore plan` knows, with random weights and a token a character."""
+    """Write a model of the size of one that `ycore plan` knows, with random weights and a token a character."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -77,7 +77,7 @@ print(len(opened(handle, int(num_bytes), torch.device(device, 0)).clone()))
 
 
 def device(folder: Path) -> str:
-    """torch's own view of the device, and a product on it against the CPU's."""
+    """Show torch's own view of the device, and compare a product on it with the CPU's."""
     if not torch.cuda.is_available():
         raise RunError(
             f"torch {torch.__version__} sees no device, and the driver lists one; pip install 'ycore[gpu]'"
@@ -119,7 +119,7 @@ def replay_full(folder: Path) -> str:
 
 
 def _replay(folder: Path, *options: str) -> str:
-    """Rounds recorded on the CPU, trained on again here: losses and gradient norms, in float32."""
+    """Train again on rounds recorded on the CPU: losses and gradient norms, in float32."""
     recorded = folder / "recorded"
     again = folder / "again"
     more = ("--set", "lora.dropout=0", "--keep-journal", *options)
@@ -136,7 +136,7 @@ def _replay(folder: Path, *options: str) -> str:
 
 
 def attention(folder: Path) -> str:
-    """Forward and backward of packed rows by each path, each in a process of its own that goes through all lengths."""
+    """Measure forward and backward of packed rows by each path, in a process a path that goes through all lengths."""
     on_device = torch.cuda.is_available()
     figures: dict[int, dict[str, dict[str, float]]] = {}
     words = []
@@ -173,7 +173,7 @@ def attention(folder: Path) -> str:
 
 
 def forward_costs(path: str, layers: int, lengths: Sequence[int]) -> Iterator[dict[str, float]]:
-    """Of rows of each length: seconds, the median of three after a warm-up, and GiB above what was held before.
+    """Measure rows of each length: seconds, the median of three after a warm-up, and GiB above what was held before.
 
     A row has eight completions of a prompt. SmolLM2-135M's shape with random weights, LoRA, bfloat16, gradient
     checkpointing, and the head that a run uses: TRL's on a device. Flash attention does not share the prompt, so its
@@ -192,7 +192,7 @@ def forward_costs(path: str, layers: int, lengths: Sequence[int]) -> Iterator[di
         use_segments(model)
 
     def once(length: int, seed: int) -> float:
-        """Other tokens at each call; the completions' lengths differ, as a run's do."""
+        """Draw other tokens at each call; the completions' lengths differ, as a run's do."""
         shared = length // _PROMPT_SHARE
         draw, words = random.Random(seed), range(model.config.vocab_size)
         mean = (length - shared) // _GROUP
@@ -227,7 +227,7 @@ def forward_costs(path: str, layers: int, lengths: Sequence[int]) -> Iterator[di
 
 
 def _held(*, reset: bool = False) -> float:
-    """Bytes: the most so far of the device, or else of this process; with `reset`, those held now."""
+    """Return bytes: the most so far of the device, or else of this process; with `reset`, those held now."""
     if torch.cuda.is_available():
         if reset:
             torch.cuda.reset_peak_memory_stats()
@@ -254,7 +254,7 @@ def _policy(attention: str = "sdpa", *, shape: Mapping[str, Any] = _SMOLLM2) -> 
 
 
 def sync(folder: Path) -> str:
-    """GB/s of a sync's stages: of 135M on a CPU, and of 1.3 billion random weights on a device."""
+    """Measure GB/s of a sync's stages: of 135M on a CPU, and of 1.3 billion random weights on a device."""
     policy = _policy(shape=_BILLION if torch.cuda.is_available() else _SMOLLM2)
     shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else folder
     target = shared / f"ycore-{RunFolder(folder).run_id}"
@@ -323,7 +323,7 @@ def _best(work: Callable[[], object]) -> float:
 
 
 def steps(folder: Path) -> str:
-    """Three steps of the quickstart with its engines, beside the plan, and the gap in log-probability."""
+    """Run three steps of the quickstart with its engines, beside the plan, and the gap in log-probability."""
     gpu = next(iter(visible_gpus()), None)
     words = ["grpo", "--recipe", "quickstart", "--steps", "3", "--output", str(folder / "run")]
     with sampled_gib(folder / "used") as used:
@@ -368,7 +368,7 @@ def sampled_gib(file: Path) -> Iterator[list[float]]:
 
 
 def _on_a_device(gpu: Gpu, memory: float, step: float) -> list[dict[str, Any]]:
-    """The plan's first way for this device beside what was measured."""
+    """Compare the plan's first way for this device with what was measured."""
     words = [
         *_YCORE,
         "plan",

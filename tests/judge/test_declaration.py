@@ -226,7 +226,7 @@ def test_reward_models_are_declared_by_their_name() -> None:
     ],
 )
 def test_an_ensemble_is_combined(args: dict[str, Any], reward: float) -> None:
-    """Less 1 and halved the logits are 0.5, 2.5 and 4.5: their mean is 2.5, their deviation 1.632993."""
+    """Logits less 1 and halved are 0.5, 2.5 and 4.5: their mean is 2.5, their deviation 1.632993."""
     args = {"center": 1, "multiplier": 0.5, **args}
     declared = reward_model_of(RewardConfig(reward="rm:a+b/c+d", args=args))
     assert declared.models == ("a", "b/c", "d")
@@ -241,7 +241,7 @@ def test_a_folder_may_have_a_plus_in_its_name(tmp_path: Path) -> None:
 
 
 def test_the_judge_of_reasoning_accepts_by_1_alone() -> None:
-    """As a constraint that marks nothing else: a doubt of 0.9 is a refusal."""
+    """A constraint that marks nothing else takes a doubt of 0.9 as a refusal."""
     spec = RewardConfig(reward="judge:reasoning", constraint=True)
     judge = judge_of(spec)
     replies = [

@@ -93,7 +93,7 @@ def share_of(made: EnginePlan, role: str = "rollout") -> float:
 
 
 def cache_gib(made: EnginePlan, machine: Machine, model: str, *, size: int = 2) -> float:
-    """What vLLM has for its cache: its share, less weights, and 1.5 GiB for a prefill step and the process."""
+    """Return vLLM's GiB for its cache: its share, less weights, and 1.5 GiB for a prefill step and the process."""
     assert machine.device_bytes is not None
     sizes = {THREE: 3.09e9, FOURTEEN: 14.77e9, SEVEN: 7.62e9}
     return (share_of(made) * machine.device_bytes - sizes[model] * size) / GIB - 1.5
@@ -347,7 +347,7 @@ ADVICE = {
 
 
 def refusal(machine: Machine, **settings: Any) -> str:
-    """The line that refuses the default command; empty where it has a plan, all of which fits."""
+    """Return the line that refuses the default command; empty where it has a plan, all of which fits."""
     try:
         config = fitted(config_of(**settings), machine)
         sharing = check_run(config, site_on(config, machine), vllm=True)

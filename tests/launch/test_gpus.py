@@ -16,7 +16,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Device:
-    """What NVML would say of a device; a None is a question that it cannot answer."""
+    """A device as NVML would describe it; a None is a question that it cannot answer."""
 
     uuid: str
     name: str

@@ -1,4 +1,4 @@
-"""What a described machine cannot run is refused in one line, with the nearest that works; what it can run passes."""
+"""A described machine refuses what it cannot run in one line, with the nearest that works, and passes the rest."""
 
 import json
 from collections.abc import Mapping
@@ -417,7 +417,7 @@ def test_ppo_takes_no_file_of_accelerates_that_shards(text: str, tmp_path: Path)
 
 
 def test_a_sync_takes_as_much_shared_memory_as_is_asked_for(tmp_path: Path) -> None:
-    """The second sync over the first, each with a header of a few kilobytes in each file."""
+    """The second sync lies over the first, each with a header of a few kilobytes in each file."""
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(8)))
     for _ in range(2):
         assert weights.write_weights(model, tmp_path, dtype=torch.float32) == 8192

@@ -106,7 +106,7 @@ def wait_for(condition: Callable[[], bool], *, within_s: float) -> None:
 
 
 def of_run(folder: RunFolder) -> list[psutil.Process]:
-    """What carries the run's mark, names its folder, or is the reward's grandchild, and lives."""
+    """Return living processes that carry the run's mark, name its folder, or are the reward's grandchild."""
     processes = []
     for process in psutil.process_iter():
         try:

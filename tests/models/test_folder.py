@@ -1,4 +1,4 @@
-"""What is wrong with a model folder is said before anything is loaded."""
+"""A fault of a model folder is named before anything is loaded."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What placement learns from round to round, and that a checkpoint keeps it."""
+"""Placement learns from round to round, and a checkpoint keeps what it learned."""
 
 import json
 
@@ -25,7 +25,7 @@ def allocator(words: str = "dynamic", num_slots: int = 4) -> Allocator:
 
 
 def play(slot_allocator: Allocator, number: int) -> Outcome:
-    """Rounds that drift, so that the division has to follow; some groups cannot teach."""
+    """Play rounds that drift, so that the division has to follow; some groups cannot teach."""
     work = Workload(
         Lengths(100 + 60 * number, 0.8, 2000), {JUDGE: 250.0}, group_size=4, teach_share=0.7
     )
@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_places_as_it_would_have(words: str) -> None:
 
 
 def test_without_what_was_learned_it_would_not() -> None:
-    """So the test above looks at something."""
+    """The test above looks at something."""
     first, second = allocator(), allocator()
     for number in range(4):
         play(first, number)

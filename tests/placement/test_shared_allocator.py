@@ -66,7 +66,7 @@ class Machine:
         return self
 
     async def decided(self) -> list[tuple[Any, ...]]:
-        """What the ranks were told since the last call."""
+        """Return what the ranks were told since the last call."""
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         events, self.events[:] = list(self.events), []

@@ -1,4 +1,4 @@
-"""What `--devices` names, and the core of this machine as a device."""
+"""`--devices` names devices, and the core of this machine is one of them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the plan says can be run: its options beside the run's own, read back and checked as a launch would."""
+"""The plan's layouts can be run: their options, beside the run's own, are read back and checked as at a launch."""
 
 import random
 import shlex
@@ -55,7 +55,7 @@ EXAMPLE = {
 
 
 def read_back(keys: dict[str, Any], options: str, folder: Path) -> RunConfig:
-    """The config of a recipe with these keys and of a plan's options, as `ycore grpo` reads it."""
+    """Return the config of a recipe with these keys and of a plan's options, as `ycore grpo` reads it."""
     recipe = folder / "planned.yaml"
     recipe.write_text(yaml.safe_dump({"algorithm": "grpo", **EXAMPLE, **keys}))
     words = ["--recipe", str(recipe), *shlex.split(options)]
@@ -65,7 +65,7 @@ def read_back(keys: dict[str, Any], options: str, folder: Path) -> RunConfig:
 
 
 def drawn(chance: random.Random) -> tuple[dict[str, Any], str]:
-    """The keys of a run and the devices to plan it for."""
+    """Draw the keys of a run and the devices to plan it for."""
     models = [name for name in KNOWN_CONFIGS if chance.random() < 0.5 or "72B" not in name]
     config: dict[str, Any] = {
         "model": chance.choice(models),
@@ -121,7 +121,7 @@ def check_as_launched(
     folder: Path,
     patch: pytest.MonkeyPatch,
 ) -> None:
-    """On the described machine the run has this strategy, and nothing refuses it."""
+    """Check that the run has this strategy on the described machine, and that nothing refuses it."""
     machine, work, fleet = described(made.fleet), made.work, made.fleet
     patch.setattr(layout, "this_machine", lambda: machine)
     line = layout_options(

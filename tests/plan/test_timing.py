@@ -1,4 +1,4 @@
-"""What time follows: each formula moves the way its causes do."""
+"""Each formula of time moves the way its causes do."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What can be wrong with bytes, texts and JSON values; every draw comes from a `random.Random`."""
+"""Mutations of bytes, texts and JSON values; every draw comes from a `random.Random`."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ LENGTHS = tuple(
 
 
 def bit_flips(data: bytes) -> Iterator[bytes]:
-    """`data` with each of its bits turned round, one at a time."""
+    """Yield `data` with each of its bits turned round, one at a time."""
     for place in range(8 * len(data)):
         changed = bytearray(data)
         changed[place // 8] ^= 1 << place % 8
@@ -66,7 +66,7 @@ def bit_flips(data: bytes) -> Iterator[bytes]:
 
 
 def mutated(data: bytes, chance: random.Random, seeds: tuple[bytes, ...] = ()) -> bytes:
-    """`data` after one to four accidents or attacks; `seeds` are spliced into it."""
+    """Return `data` after one to four accidents or attacks; `seeds` are spliced into it."""
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         data = chance.choice(_BYTE_CHANGES)(data, chance, seeds)
     return data
@@ -145,7 +145,7 @@ _BYTE_CHANGES: tuple[Callable[[bytes, random.Random, tuple[bytes, ...]], bytes],
 
 
 def changed_value(value: Any, chance: random.Random) -> Any:
-    """A JSON value with one to three of its parts replaced, dropped, doubled or nested."""
+    """Return a JSON value with one to three of its parts replaced, dropped, doubled or nested."""
     for _ in range(chance.choice((1, 1, 2, 3))):
         value = _changed(value, chance)
     return value

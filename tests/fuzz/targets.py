@@ -63,7 +63,7 @@ class Target:
     read: Callable[[bytes, Path], None]
     draw: Draw | None = None
     rounds: int = 1000
-    """Of one test run."""
+    """Inputs of one test run."""
     flips: bool = True
     """Whether every single bit of the first seed is flipped in a test run."""
 
@@ -197,7 +197,7 @@ def _draw_csv(chance: random.Random) -> bytes:
 
 
 def _dump(value: Any) -> bytes:
-    """JSON that may hold NaN, half characters and numbers beyond every limit."""
+    """Write JSON that may hold NaN, half characters and numbers beyond every limit."""
     return json.dumps(
         value, ensure_ascii=random.Random(repr(value)[:50]).random() < 0.5
     ).encode("utf-8", "surrogatepass")
@@ -536,7 +536,7 @@ NAMES = [
 
 
 def read_rows(data: bytes, place: Path) -> None:
-    """Rows of metrics and texts of models on their way to a terminal."""
+    """Show rows of metrics and texts of models on their way to a terminal."""
     (place / "metrics.jsonl").write_bytes(data)
     rows = read_metrics(place / "metrics.jsonl", say=lambda line: None)
     out, screen = io.StringIO(), io.StringIO()
@@ -610,7 +610,7 @@ WORDS = [
 
 
 def read_words(data: bytes, place: Path) -> None:
-    """A dataset's name and a field's value, as a command line or a recipe has them."""
+    """Read a dataset's name and a field's value, as a command line or a recipe has them."""
     text = _text_of(data)
     with suppress(YcoreError):
         typed_arguments(parse_name(text)[1])
@@ -632,7 +632,7 @@ ANSWERS = {"choices": [_CHOICE], "usage": {"total_tokens": 3}}
 
 
 def read_answer(data: bytes, place: Path) -> None:
-    """What a judge's, a teacher's and a tool server's address send."""
+    """Read what the address of a judge, a teacher or a tool server sends."""
     with suppress(ForeignRefused):
         answer = foreign_json(data)
         with suppress(ForeignRefused):
@@ -661,7 +661,7 @@ REQUEST = {
 
 
 def read_call(data: bytes, place: Path) -> None:
-    """A call of an agent's client."""
+    """Read a call of an agent's client."""
     with suppress(ForeignRefused, CallRejected):
         body = foreign_json(data)
         if isinstance(body, dict):
@@ -699,7 +699,7 @@ def _draw_flow_folder(chance: random.Random) -> bytes:
 
 
 def read_as_it_goes_on(data: bytes, place: Path) -> None:
-    """A run's folder in the terminal."""
+    """Read a run's folder in the terminal."""
     with suppress(YcoreError):
         read_folder(data, place)
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""What a reward's process may say: forged, malformed and oversized answers never become scores."""
+"""A reward's process may answer anything: forged, malformed and oversized answers never become scores."""
 
 import json
 from typing import Any

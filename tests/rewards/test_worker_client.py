@@ -1,4 +1,4 @@
-"""What a person's reward can do in its worker: honest work of every kind, and nothing to the run, files or machine.
+"""A person's reward does honest work of every kind in its worker, and nothing to the run, files or machine.
 
 Every attempt is also made outside (`outside`), where it succeeds: one that fails everywhere shows nothing.
 """
@@ -159,7 +159,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working folder with a run, rewards, secrets and a server; a token in this process's environment."""
+    """Make a working folder with a run, rewards, secrets and a server; a token is in this process's environment."""
     place = tmp_path / "work"
     (place / "runs" / "one").mkdir(parents=True)
     (place / "inner").mkdir()

@@ -75,7 +75,7 @@ def dialogues(name: str) -> tuple[Any, Callable[[str], Dialogue]]:
 
 
 class Scripted:
-    """In place of pool and agent: each act is a body to ask, by the answers so far, or an end."""
+    """Stands for pool and agent: each act is a body to ask, by the answers so far, or an end."""
 
     def __init__(self, acts: Sequence[Any]) -> None:
         self.acts, self.answers, self.statuses = list(acts), list[Any](), list[int]()
@@ -106,7 +106,7 @@ def first(answers: list[Any]) -> dict[str, Any]:
 
 
 def tells(answers: list[Any], text: str = "3") -> dict[str, Any]:
-    """What a client sends next that answers each of the policy's calls."""
+    """Return what a client sends next that answers each of the policy's calls."""
     calls = said(answers).get("tool_calls") or []
     tool_turns = [
         {"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls
@@ -179,7 +179,7 @@ def test_calls_of_one_talk_are_one_sequence_with_the_answers_masked(name: str) -
 def test_no_token_of_a_talk_through_the_door_is_written_as_text_and_read_again(
     name: str,
 ) -> None:
-    """Random tokens, after which a user answers: most would be others, had they come back from the client's text."""
+    """Tokens are random, then a user answers: most would be others, had they come back from the client's text."""
     tokenizer, dialogue_of = dialogues(name)
     chance, would_change = random.Random(name), 0
     lower = [
@@ -270,10 +270,10 @@ def bare(answers: list[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("act", [forget, reword, drop_tools, again])
 @pytest.mark.parametrize("name", ["smollm2", "qwen3"])
 def test_a_call_that_goes_on_from_no_other_begins_another_sequence(act: Any, name: str) -> None:
-    """To the token: each sequence is what the engine was asked, and what it wrote; each call may go on from any."""
+    """Each sequence is, to the token, what the engine was asked and what it wrote; each call may go on from any."""
 
     def goes_on(answers: list[Any]) -> dict[str, Any]:
-        """The first conversation."""
+        """Go on from the first conversation."""
         made = {"choices": answers[0]["choices"]}
         return tells([made])
 
@@ -570,7 +570,7 @@ def described(place: Path) -> ToolSet:
 def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
     name: str, place: Path, described: ToolSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same tokens, masks, log-probabilities, rewards and advantages; real processes, and an engine by script."""
+    """Tokens, masks, log-probabilities, rewards and advantages are equal; processes are real, the engine scripted."""
     monkeypatch.chdir(place)
     folder = RunFolder(place / "run")
     tokenizer, dialogue_of = dialogues(name)

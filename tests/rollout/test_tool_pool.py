@@ -461,7 +461,7 @@ def test_a_run_s_tools_are_described_once_or_refused_in_one_line(
 def test_each_row_meets_the_environment_that_it_names_as_in_trl(
     place: Path, run: Callable[..., Any]
 ) -> None:
-    """What TRL's own trainer lets the policy read of the same rows and classes, to the token."""
+    """TRL's own trainer lets the policy read the same of these rows and classes, to the token."""
     from trl import GRPOTrainer
 
     rows = [

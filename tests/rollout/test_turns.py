@@ -46,7 +46,7 @@ from ycore.types import Completion, Draw, Prompt, Score
 
 
 class Script:
-    """In place of an episode: answers from a list, in order. An exception in it is raised."""
+    """Stands for an episode: answers from a list, in order. An exception in it is raised."""
 
     def __init__(self, answers: Sequence[Any] = (), said: str | None = None) -> None:
         self.answers, self.said, self.asked, self.lost = (
@@ -127,7 +127,7 @@ def play(
 def test_no_token_is_written_as_text_and_read_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random tokens of a policy, with a call at the end of each turn but the last; 200 talks for each template.
+    """A policy writes random tokens, with a call at the end of each turn but the last; 200 talks for each template.
 
     For Qwen3 half of the turns begin with thinking, which its own template drops from a history.
     """
@@ -243,7 +243,7 @@ def test_a_talk_is_what_the_template_renders_of_it(
 
 
 def in_trls_loop(turns: Sequence[str], tools: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages that GRPOTrainer's own loop hands to reward functions for these turns of a policy, with Qwen3."""
+    """Return the messages that GRPOTrainer's own loop hands to reward functions for these turns, with Qwen3."""
     tokenizer, dialogue = dialogue_of("qwen3")
     written = [ids_of(tokenizer, turn) for turn in turns]
     prompt_ids = list(dialogue.prompt_ids("12 + 30?"))
@@ -278,7 +278,7 @@ def in_trls_loop(turns: Sequence[str], tools: dict[str, Any]) -> list[dict[str, 
 def test_reward_functions_see_the_calls_and_answers_that_trls_trainer_hands_them(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same talk: words before a call, two calls in a turn, one of which fails, and an answer."""
+    """Both see one talk: words before a call, two calls in a turn, one of which fails, and an answer."""
 
     def add(x: int, y: int) -> int:
         if x == 5:

@@ -82,7 +82,7 @@ def make_rounds(
     make: Callable[..., Controller] = Controller,
     **settings: Any,
 ) -> Controller:
-    """Of every eight rows, those of rank 0 all teach, and one of the four of rank 1."""
+    """Start rounds whose rows all teach on rank 0, and on rank 1 one in four."""
     rows = [Prompt(n, f"ask {n}", {"flat": n % 2 == 1 and n % 8 != 1}) for n in range(NUM_ROWS)]
     rounds = make(
         engines=[engine],
@@ -148,7 +148,7 @@ def plain(peers: Peers, folder: Path) -> dict[str, Any]:
 
 
 def slow_and_fast(peers: Peers, folder: Path) -> dict[str, Any]:
-    """Engines of unequal speed that take one group at a time: what is not begun is whoever's is free."""
+    """Run engines of unequal speed that take one group at a time: what is not begun is whoever's is free."""
     rounds = make_rounds(
         peers, ScriptedEngine(wait_s=0.4 if peers.rank else 0.02), folder, max_in_flight=1
     )
@@ -160,7 +160,7 @@ def slow_and_fast(peers: Peers, folder: Path) -> dict[str, Any]:
 
 
 def exchange(peers: Peers, folder: Path) -> dict[str, Any]:
-    """What passes is what was sent, and the senders count it."""
+    """Exchange groups, summaries and sums with the other rank, and return them and the bytes sent."""
     rounds = make_rounds(peers, ScriptedEngine(), folder)
     try:
         first = rounds.next_round(step=0, num_groups=3)
@@ -177,7 +177,7 @@ def exchange(peers: Peers, folder: Path) -> dict[str, Any]:
 
 
 def curriculum(peers: Peers, folder: Path) -> dict[str, Any]:
-    """Three epochs of 64 rows, of which 24 are flat; from the second on, those come up less often."""
+    """Run three epochs of 64 rows, of which 24 are flat; from the second on, those come up less often."""
     rounds = make_rounds(peers, ScriptedEngine(), folder, dynamic=True, max_tries=8)
     rounds.draws.curriculum = Curriculum(seed=5, settings=SamplingSettings(drop_after=0))
     drawn, draw = [], rounds.draws.draw
@@ -195,7 +195,7 @@ def curriculum(peers: Peers, folder: Path) -> dict[str, Any]:
 
 
 def ahead(peers: Peers, folder: Path) -> dict[str, Any]:
-    """Rounds one step ahead, while this thread adds up gradients with the other rank."""
+    """Run rounds one step ahead, while this thread adds up gradients with the other rank."""
     make = partial(ControllerAhead, num_steps=4, max_staleness=1)
     rounds = make_rounds(
         peers, ScriptedEngine(wait_s=0.02 * (1 + peers.rank)), folder, make=make, dynamic=True
@@ -222,7 +222,7 @@ def ahead(peers: Peers, folder: Path) -> dict[str, Any]:
 
 
 def carried(peers: Peers, folder: Path) -> dict[str, Any]:
-    """Twice as many groups as are needed; what is not whole goes on in the next round."""
+    """Begin twice as many groups as are needed; what is not whole goes on in the next round."""
     make = partial(make_in_flight, Controller, max_age=9)
     rounds = make_rounds(
         peers,

@@ -132,7 +132,7 @@ def test_a_committed_round_is_given_again_and_the_cursor_with_it(
 def test_a_round_s_file_does_not_grow_with_the_rows_that_the_run_has_seen(
     make: Make, tmp_path: Path
 ) -> None:
-    """What the run remembers of its rows is in checkpoints, and comes back from there and from the rounds since."""
+    """A checkpoint has what the run remembers of its rows; it comes back from there and from the rounds since."""
 
     def learner() -> Controller:
         return make(tmp_path, rows=100, group_size=2, curriculum=Curriculum(seed=1))

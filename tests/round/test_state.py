@@ -22,7 +22,7 @@ ROLES = (ROLLOUT, JUDGE)
 
 @pytest.fixture
 def make() -> Iterator[Callable[[], Controller]]:
-    """Controllers of four slots, two roles, no engine and no prompt."""
+    """Make controllers of four slots, two roles, no engine and no prompt."""
     made: list[Controller] = []
 
     def controller() -> Controller:
@@ -46,7 +46,7 @@ def make() -> Iterator[Callable[[], Controller]]:
 
 
 def learned() -> dict[str, Any]:
-    """What an allocator knows after a round with as much to judge as to write."""
+    """Return what an allocator knows after a round with as much to judge as to write."""
     allocator = Allocator(SlotPool(4, ROLES, dict.fromkeys(ROLES, 64)))
     speeds = dict.fromkeys(ROLES, Speed(0.01, 0.001))
     work = Workload(Lengths(200, 0.8, 1000), {JUDGE: 150.0})

@@ -1,4 +1,4 @@
-"""What is over is kept if it can teach and is young enough; of what was trained on, the widest is taken once more."""
+"""Surplus groups are kept if they teach and are young enough; of the trained ones the widest is taken once more."""
 
 from ycore.round.sampling import LeftoverGroups, ReuseBuffer, Rules
 from ycore.types import Completion, Draw, Finished, Group, Prompt, Score

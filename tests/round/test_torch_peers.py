@@ -26,7 +26,7 @@ Seen = dict[str, list[dict[str, Any]]]
 
 
 def run(folder: Path, *scenarios: str) -> Seen:
-    """What each rank saw of each scenario."""
+    """Run the scenarios, and return what each rank saw of each."""
     (folder / "their_rewards.py").write_text(REWARD)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -119,7 +119,7 @@ def test_a_free_engine_takes_what_a_busy_one_has_not_begun(seen: Seen) -> None:
 
 
 def test_ranks_learn_the_same_curriculum_and_leave_out_what_does_not_teach(seen: Seen) -> None:
-    """Of the first 64 positions every one is drawn; of the later ones, the flat rows' about one in ten."""
+    """Each of the first 64 positions is drawn; of the later ones, the flat rows' about one in ten."""
     ranks = seen["curriculum"]
     assert ranks[0]["state"] == ranks[1]["state"] and len(ranks[0]["state"]["rows"]) == 64
     draws = [draw for rank in ranks for draw in rank["asked"]]

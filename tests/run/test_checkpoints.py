@@ -43,7 +43,7 @@ FILES = {
 
 
 def save(folder: Path, step: int) -> Path:
-    """What a trainer does, in small."""
+    """Save a checkpoint as a trainer does, in small."""
     staged = staging(folder, step) / f"checkpoint-{step}"
     for name, data in FILES.items():
         (staged / name).parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ for step in itertools.count(first):
 
 
 def test_killed_at_any_moment_of_a_save_the_newest_checkpoint_verifies(tmp_path: Path) -> None:
-    """Back to back saves, killed at random moments after the second: two whole ones are there at every instant."""
+    """Saves follow each other, killed at random moments after the second: two whole ones are there at every instant."""
     moments, last, half = random.Random(5), 0, 0
     for _ in range(12):
         code = WRITER.format(tests=str(Path(__file__).parent))

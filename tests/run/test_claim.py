@@ -1,4 +1,4 @@
-"""Whose a folder is, and what makes a run another run."""
+"""A folder belongs to one run, and some changes make a run another run."""
 
 import os
 import shutil

@@ -69,7 +69,7 @@ def test_a_row_that_was_there_without_its_end_is_not_new(tmp_path: Path) -> None
 
 
 def damaged(path: Path) -> Path:
-    """Three rows as a run writes them, the second then overwritten in part."""
+    """Write three rows as a run does, then overwrite the second in part."""
     with closing(MetricsWriter(path)) as writer:
         for step in (1, 2, 3):
             writer.write({"step": step, "reward": 0.5})
@@ -137,7 +137,7 @@ def test_a_follower_goes_on_in_a_file_that_was_cut_and_tells_no_row_twice(
 
 
 def test_a_resumed_run_shows_the_steps_that_it_takes(tmp_path: Path) -> None:
-    """As the launcher and the trainer do it: the follower opens first, then later rows are dropped and taken again."""
+    """Launcher and trainer do it so: the follower opens first, then later rows are dropped and taken again."""
     path = tmp_path / "metrics.jsonl"
     with closing(MetricsWriter(path)) as writer:
         for step in range(1, 5):

@@ -37,7 +37,7 @@ def config_for(folder: RunFolder, **changes: Any) -> RunConfig:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run that was stopped after step 7: checkpoints of 2, 4 and 6, rounds from step 2 on."""
+    """Make a run that was stopped after step 7: checkpoints of 2, 4 and 6, rounds from step 2 on."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = RunFolder(tmp_path / "run")
     claim(folder, config_for(folder), resume=False).release()
@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 def settled(
     folder: RunFolder, resume: Resume, *, world: int = 1, **changes: Any
 ) -> tuple[list[str], list[int], list[int]]:
-    """What was said, and the steps of the checkpoints and rounds that are left."""
+    """Settle, and return what was said and the steps of the checkpoints and rounds that are left."""
     said: list[str] = []
     settle(folder, config_for(folder, **changes), resume, world=world, say=said.append)
     return (

@@ -1,4 +1,4 @@
-"""What is hidden in texts, URLs, commands and settings, and what must not be."""
+"""Secrets are hidden in texts, URLs, commands and settings, and nothing else is."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What may come from anywhere is shown, and does nothing."""
+"""Text that may come from anywhere is shown, and does nothing."""
 
 import pytest
 from hypothesis import given

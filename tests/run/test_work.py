@@ -1,4 +1,4 @@
-"""What a process is busy with: its line, its file, and when it is shown, with a clock of the test's own."""
+"""A process says what it is busy with: its line, its file, and when it is shown, with a clock of the test's own."""
 
 import io
 import threading
@@ -63,7 +63,7 @@ def test_the_innermost_work_is_shown() -> None:
 
 
 def test_silence_ends_within_2_s_and_then_every_5_s() -> None:
-    """By a fake clock that looks five times a second, as a pulse does: over a minute, and after a line of another."""
+    """A fake clock looks five times a second, as a pulse does: over a minute, and after a line of another."""
     stream = io.StringIO()
     spoken = []
     began = time.monotonic()

@@ -22,7 +22,7 @@ _WITHIN_S = 1800.0
 def run_trial(
     rights: str, *more: str, levels: str = "namespaces,landlock", where: str = "worker,program"
 ) -> list[dict]:
-    """The lines of `trial`, run with these rights and `more` options; RuntimeError where it fails."""
+    """Return the lines of `trial`, run with these rights and `more` options; RuntimeError where it fails."""
     line = [sys.executable, "-m", "tests.sandbox.rights", rights]
     line += [
         sys.executable,
@@ -50,7 +50,7 @@ def run_trial(
 
 
 def score(lines: Iterable[dict]) -> dict[tuple[str, str, str], tuple[int, int, list[str]]]:
-    """Of each combination: how many were stopped, of how many that a control proves, and which got through."""
+    """Count for each combination how many were stopped, how many a control proves, and which got through."""
     scores: dict[tuple[str, str, str], tuple[int, int, list[str]]] = {}
     for line in lines:
         if line.get("control"):

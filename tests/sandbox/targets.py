@@ -1,4 +1,4 @@
-"""What the probes go for: files, processes, servers, shared memory beside a confined process, readable to anyone.
+"""Targets of the probes: files, processes, servers, shared memory beside a confined process, readable to anyone.
 
 Modes give no protection here on purpose, so that it is the sandbox that holds, and not a change of user alone.
 """
@@ -105,7 +105,7 @@ class Targets:
         return {**self.names, "expendable": self.expendable[0].pid}
 
     def reset(self) -> None:
-        """Every file as it should be, and every process alive."""
+        """Put every file as it should be, and bring every process back to life."""
         for folder in ("home", "project"):
             for path in sorted((self.base / folder).rglob("*"), reverse=True):
                 name = str(path.relative_to(self.base))
@@ -155,7 +155,7 @@ class Targets:
         time.sleep(0)
 
     def harmed(self, *, daemons: bool = True, within_s: float = 3.0) -> str | None:
-        """What an attempt has changed outside, or None; `daemons`: also a process that it left."""
+        """Say what an attempt has changed outside, or None; `daemons`: also a process that it left."""
         for name, text in self.files.items():
             path = self.base / name
             if not path.exists() or path.read_text() != text:
@@ -193,7 +193,7 @@ class Targets:
         return None
 
     def daemons(self) -> list[psutil.Process]:
-        """What a probe has started that is still alive, wherever it is."""
+        """Return what a probe has started that is still alive, wherever it is."""
         alive = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -248,7 +248,7 @@ class Targets:
         return ()
 
     def _serve(self) -> None:
-        """Servers that greet with the canary, and sockets that note what comes."""
+        """Start servers that greet with the canary, and sockets that note what comes."""
         folder = self._short = Path(
             tempfile.mkdtemp(prefix="ycore-s-")
         )  # short: a socket's name has at most 107 bytes

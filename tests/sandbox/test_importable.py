@@ -129,7 +129,7 @@ class Environment:
 
 
 def by_setuptools(environment: Environment, name: str, mode: str = "lenient") -> None:
-    """By the real backend: a finder that maps names to folders outside of sys.path, or a folder of links (strict)."""
+    """Install by setuptools: a finder mapping names to folders outside of sys.path, or a folder of links (strict)."""
     pytest.importorskip("setuptools")
     project = environment.project(name, name)
     (project / f"{name}_helpers.py").write_text("")
@@ -164,7 +164,7 @@ def by_strict_setuptools(environment: Environment, name: str) -> None:
 
 
 def by_a_path_file(form: str, package: str = "{}") -> Callable[[Environment, str], None]:
-    """As hatch, uv and setuptools write; a flat project shows all of it but what is hidden."""
+    """Install as hatch, uv and setuptools do; a flat project shows all of it but what is hidden."""
 
     def install(environment: Environment, name: str) -> None:
         project = environment.project(name, package.format(name))
@@ -175,7 +175,7 @@ def by_a_path_file(form: str, package: str = "{}") -> Callable[[Environment, str
 
 
 def by_hatch_exactly(environment: Environment, name: str) -> None:
-    """As hatch writes with `dev-mode-exact`, through the package `editables`."""
+    """Install as hatch does with `dev-mode-exact`, through the package `editables`."""
     project = environment.project(name, f"src/{name}")
     (environment.site / "editables.py").write_text(
         "import importlib.abc, importlib.util, sys\n"
@@ -197,7 +197,7 @@ def by_hatch_exactly(environment: Environment, name: str) -> None:
 
 
 def by_a_link(environment: Environment, name: str) -> None:
-    """As `flit install --symlink` does."""
+    """Install as `flit install --symlink` does."""
     project = environment.project(name, name)
     (environment.site / name).symlink_to(project / name)
 

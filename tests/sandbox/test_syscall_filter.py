@@ -25,7 +25,7 @@ TABLES: list[Mapping[str, Sequence[int | None]]] = [
 
 
 def answer(program: bytes, number: int, *arguments: int, architecture: int = 0xC000003E) -> int:
-    """What the kernel would do: the filter runs over the call's `struct seccomp_data`."""
+    """Return what the kernel would: the filter runs over the call's `struct seccomp_data`."""
     data = struct.pack("<iIQ6Q", number, architecture, 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6])
     code = list(struct.iter_unpack("<HBBI", program))
     loaded = at = 0

@@ -92,7 +92,7 @@ def test_half_of_the_pairs_are_in_each_order_always_the_same(tmp_path: Path) -> 
 
 
 def keys() -> tuple[str, str]:
-    """Of a question with the chosen answer first, and of one with it second."""
+    """Return the key of a question with the chosen answer first, and of one with it second."""
     names = [f"key{number}" for number in range(20)]
     return next(filter(shows_chosen_first, names)), next(
         name for name in names if not shows_chosen_first(name)

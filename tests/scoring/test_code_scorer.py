@@ -50,7 +50,7 @@ class Room:
         settings: dict[str, Any] | None = None,
         **columns: Any,
     ) -> list[Score]:
-        """Of a group of completions of one row."""
+        """Score a group of completions of one row."""
         scorer = CodeScorer(
             "code", CodeSettings(**settings or {}), self.programs, meter=self.meter
         )
@@ -140,7 +140,7 @@ def test_functions_and_solutions_are_called_as_apps_calls_them(
 
 
 def test_a_value_is_right_where_python_says_it_is_equal(room: Room) -> None:
-    """As for the testers of APPS and LiveCodeBench; a truth value is no number all the same."""
+    """Numbers are compared as by the testers of APPS and LiveCodeBench; a truth value is no number all the same."""
     tests = {"fn_name": "f", "inputs": [[4], [6]], "outputs": [2, 3]}
     halves = ["x / 2", "x // 2", "Fraction(x, 2)", "str(x // 2)", "x / 2 + 0.1"]
     codes = [f"from fractions import Fraction\ndef f(x): return {half}" for half in halves]
@@ -292,7 +292,7 @@ def test_a_sandbox_that_fails_masks_the_completion(
 
 
 def broken(number: int) -> str:
-    """A body that is wrong, each in another way."""
+    """Return a body that is wrong, each in another way."""
     return [
         "    return 'no such value'\n",
         "    raise ValueError('no')\n",

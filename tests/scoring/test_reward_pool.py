@@ -122,7 +122,7 @@ def bounded(coroutine: Coroutine[Any, Any, Any], *, limit_s: float = 300.0) -> A
 
 
 def started_by_rewards(folder: Path) -> list[int]:
-    """What `by_text` starts names the folder in its command line."""
+    """Return the pids of processes with the folder in their command line, as `by_text` starts them."""
     return [
         p.pid
         for p in psutil.process_iter(["cmdline"])
@@ -131,7 +131,7 @@ def started_by_rewards(folder: Path) -> list[int]:
 
 
 def workers() -> list[psutil.Process]:
-    """The reward workers under this process; what other tests of the session have started is not ours to count."""
+    """Return the reward workers under this process; what other tests of the session have started is not ours."""
     children = [
         c
         for c in psutil.Process().children(recursive=True)
@@ -141,7 +141,7 @@ def workers() -> list[psutil.Process]:
 
 
 def alive(folder: Path) -> list[int]:
-    """The workers under this process, and what a reward left running."""
+    """Return the workers under this process, and what a reward left running."""
     return [worker.pid for worker in workers()] + started_by_rewards(folder)
 
 

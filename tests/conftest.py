@@ -1,4 +1,4 @@
-"""What every test can count on."""
+"""Fixtures and settings that every test can count on."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ os.environ["YCORE_PROGRESS"] = "off"
 
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a random model of a hundred thousand parameters with a chat template. Tests only read it."""
+    """Write a random model of a hundred thousand parameters with a chat template. Tests only read its folder."""
     from tests.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("chat-model"))
@@ -30,7 +30,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model without a chat template. Tests only read it."""
+    """Write the same model without a chat template. Tests only read it."""
     from tests.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("text-model"), chat=False)

@@ -41,7 +41,7 @@ MAX_SHARED_FUNCTION_NAMES = 1
 MAX_HEADLESS_DOCSTRINGS = 0
 
 FEWEST_CODE_LINES = 40
-"""Of a file with one importer: a smaller one belongs beside its importer."""
+"""Code lines of a file with one importer: a smaller one belongs beside its importer."""
 
 VAGUE = frozenset(
     [
@@ -158,7 +158,7 @@ FILES = {name_of(path): path for path in SOURCES}
 
 @cache
 def imports(path: Path) -> frozenset[str]:
-    """Every module that a file imports, at any depth of its code; of ours, the file that it reaches."""
+    """Return every module that a file imports, at any depth of its code; of ours, the file that it reaches."""
     names = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -183,7 +183,7 @@ def imports_at_the_top(path: Path) -> set[str]:
 
 
 def num_code_lines(path: Path) -> int:
-    """Lines that are neither blank, nor an import, nor the module's docstring."""
+    """Count lines that are neither blank, nor an import, nor the module's docstring."""
     tree, skipped = tree_of(path), set[int]()
     docstring = tree.body[:1] if ast.get_docstring(tree) else []
     for node in [
@@ -199,7 +199,7 @@ def num_code_lines(path: Path) -> int:
 
 @cache
 def tokens_by_line(path: Path) -> Counter[int]:
-    """Number of code tokens on each line that has any."""
+    """Count the code tokens on each line that has any."""
     docstring_lines = set[int]()
     for docstring in docstrings(path):
         docstring_lines |= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
@@ -216,7 +216,7 @@ def tokens_by_line(path: Path) -> Counter[int]:
 
 
 def docstrings(path: Path) -> Iterator[ast.Constant]:
-    """Strings that stand as statements: docstrings of modules, classes, functions and attributes."""
+    """Yield strings that stand as statements: docstrings of modules, classes, functions and attributes."""
     for node in ast.walk(tree_of(path)):
         if (
             isinstance(node, ast.Expr)
@@ -233,7 +233,7 @@ def functions_of(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def names_bound_in(path: Path) -> Iterator[str]:
-    """Variables and parameters, once for each place that binds them."""
+    """Yield variables and parameters, once for each place that binds them."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id

@@ -325,7 +325,7 @@ def test_pairs_that_were_not_written_yet_are_written_from_the_finished_measureme
     run: Any,
     tmp_path: Path,
 ) -> None:
-    """As after a kill between the measurement's end and the file."""
+    """A launcher that was killed between the measurement's end and the file leaves no pairs."""
     commands = Scripted(dpo=Interrupted("stopped"))
     with pytest.raises(Interrupted):
         run(tmp_path / "out", commands)

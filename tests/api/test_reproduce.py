@@ -303,7 +303,7 @@ def test_a_setting_keeps_its_name_and_its_place(tmp_path: Path) -> None:
 
 
 def write_run(folder: Path, rewards: list[float]) -> None:
-    """What a run leaves that is compared."""
+    """Write the files of a run that are compared."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"step": n, "ycore/reward": reward} for n, reward in enumerate(rewards, 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""What a plan shows of a dataset: the columns, the first rows as the model sees them, and what it will not see."""
+"""A plan shows a dataset's columns, its first rows as the model sees them, and what the model will not see."""
 
 import json
 from pathlib import Path
@@ -126,7 +126,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "reward", "kto", "grpo"])
 def test_a_row_that_the_template_refuses_is_refused(method: str, tmp_path: Path) -> None:
-    """The second row, although the plan shows one: every order of roles is tried."""
+    """The second row is refused, although the plan shows one: every order of roles is tried."""
     row = {"prompt": "a", "completion": "b", "chosen": "c", "rejected": "d"}
     if method in ("sft", "kto"):
         row = {"prompt": "a", "completion": "b"}

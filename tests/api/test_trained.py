@@ -1,4 +1,4 @@
-"""What is done with a trained model: found by its run, talked to, described, staged, sent, served."""
+"""A trained model is found by its run, talked to, described, staged, sent and served."""
 
 import json
 import signal
@@ -388,7 +388,7 @@ def test_an_address_that_cannot_be_listened_on_is_refused(host: str) -> None:
 
 
 def test_a_server_of_a_model_that_sees_reads_pictures(tmp_path: Path) -> None:
-    """By its own chat, and not by the route for the trainer, which no key guards."""
+    """It reads them by its own chat, and not by the route for the trainer, which no key guards."""
     folder = write_tiny_vision_model(tmp_path)
     words, spec = trained.serve_command(
         folder, name="eyes", host="127.0.0.1", port=9000, template_arguments={}

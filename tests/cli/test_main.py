@@ -51,7 +51,7 @@ VISIBLE = {
         "--benchmark", "--pairs", "--constraint", "--json", "--temperature", "--top-p",
     ],
 }  # fmt: skip
-"""Of the commands that people meet first; what the others take is held to the docs (tests/docs)."""
+"""Options of the commands that people meet first; those of the others are held to the docs (tests/docs)."""
 
 
 def group() -> typer.core.TyperGroup:
@@ -148,7 +148,7 @@ def test_help_says_the_defaults_and_trls_names(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_the_usual_fields_of_trl_say_ycores_default(name: str) -> None:
-    """That is TRL's, unless the algorithm's row has another."""
+    """The default in a command's help is TRL's, unless the algorithm's row has another."""
     entry = ALGORITHMS[name]
     helps = {option.name: option.help for option in group().commands[name].params}
     fields = fields_of(entry.trl_config)
@@ -197,7 +197,7 @@ def test_help_imports_none_of_the_stack(arguments: str) -> None:
     "module", ["typer", "typer.core", "ycore.config.algorithms", "ycore.config.schema"]
 )
 def test_ctrl_c_while_the_command_is_imported_is_one_line(module: str, tmp_path: Path) -> None:
-    """At the import of the first module that it needs, of two in between, and of one that it needs when it runs."""
+    """A Ctrl-C comes at the import of the first module, of two in between, and of one that it needs when it runs."""
     begun = tmp_path / "begun"
     code = (
         _STOPS_IN.format(module=module, begun=str(begun))
@@ -260,7 +260,7 @@ START = [sys.executable, "-c", "from ycore_cli.main import main; main()"]
 
 
 def _seconds(command: list[str]) -> float:
-    """The processor time of a command, which does not depend on what else runs here."""
+    """Return the processor time of a command, which does not depend on what else runs here."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)

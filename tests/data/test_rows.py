@@ -1,4 +1,4 @@
-"""What a row says: a file of every form in its writer's own layout, refusals, and a scan of 1,000 rows."""
+"""Rows are read from a file of every form in its writer's own layout, or refused; a scan reads 1,000 rows."""
 
 import csv
 import gzip
@@ -657,7 +657,7 @@ def write_rows(rows: list[dict[str, Any]], folder: Path, chance: random.Random) 
 
 
 def answer_marks(row: dict[str, Any]) -> set[str]:
-    """The marks of the row's answers: of conversations, those of the last turn."""
+    """Return the marks of the row's answers: of conversations, those of the last turn."""
     marks: set[str] = set()
     for name in CONVERSATIONS:
         value = row.get(name)

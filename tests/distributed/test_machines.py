@@ -55,7 +55,7 @@ ENDED_WITHIN_S = 60.0  # on a busy machine
 
 
 class Machines:
-    """The same command on each host; `place` is the folder that they share."""
+    """Runs the same command on each host; `place` is the folder that they share."""
 
     def __init__(self, hosts: list[Host], place: Path) -> None:
         self.hosts, self.place = hosts, place
@@ -147,7 +147,7 @@ class Machines:
                     os.kill(pid, signal.SIGKILL)
 
     def rank(self, number: int) -> psutil.Process:
-        """The process of a machine's rank."""
+        """Return the process of a machine's rank."""
         home = self.folder.root / f"node-{number}" if number else self.folder.root
         deadline = time.monotonic() + HANG_S
         while (report := read_report(RunFolder(home), 0)) is None:
@@ -230,7 +230,7 @@ def freeze_command(machines: Machines, victim: int) -> None:
 
 
 def cut_power(machines: Machines, victim: int) -> None:
-    """No packet of its end leaves it."""
+    """Let no packet of its end leave it."""
     machines.hosts[victim].cut()
     for pid in machines.hosts[victim].pids():
         os.kill(pid, signal.SIGKILL)
@@ -256,7 +256,7 @@ CUTS = (cut_network, drop_packets, cut_power)
 
 
 def known_after(machines: Machines, numbers: list[int], reason: str, began: float) -> float:
-    """Seconds until each of the machines has named the reason."""
+    """Return the seconds until each of the machines has named the reason."""
     while True:
         said = [machines.said(number) for number in numbers]
         if all(reason in text for text in said):
@@ -314,7 +314,7 @@ def test_an_end_on_one_machine_is_the_end_on_all(make: Make, fault: Any) -> None
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: the figures of every step, and the bytes of the trained adapter."""
+    """The result of a run: the figures of every step, and the bytes of the trained adapter."""
 
     steps: list[list[float]]
     adapter: bytes
@@ -371,7 +371,7 @@ def forks(tmp_path: Path) -> Iterator[None]:
 def test_every_run_with_a_fault_ends_as_promised_and_goes_on_to_the_same_end(
     make: Make, ranks: str | None
 ) -> None:
-    """`YCORE_NUM_FAULTS` of them at random moments, on two to four machines, with real trainers; then `--resume`."""
+    """`YCORE_NUM_FAULTS` come at random moments, on two to four machines, with real trainers; then `--resume`."""
     options = WHOLE_RUN | {"ranks": ranks}
     seed = int(os.environ.get("YCORE_FAULTS_SEED", "41"))
     generator = random.Random(seed)
@@ -594,7 +594,7 @@ def write_wide_model(folder: Path) -> int:
 
 @pytest.mark.verify
 def test_a_real_run_over_a_slow_network(make: Make) -> None:
-    """1 Gb/s and 5 ms each way, beside a cable without limits: seconds a step, and the bytes that each machine sends."""
+    """Measure seconds a step and the bytes that each machine sends, at 1 Gb/s and 5 ms each way and without limits."""
     num_bytes = 0
     for name in ("no limit", "1 Gb/s, 5 ms"):
         machines = make(2)

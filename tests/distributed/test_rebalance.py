@@ -35,7 +35,7 @@ def devices(row: dict[str, Any]) -> int:
 def run_until(
     words: Sequence[str], output: Path, is_enough: Callable[[list[dict[str, Any]]], bool]
 ) -> list[dict[str, Any]]:
-    """Start a command, press Ctrl-C once its metrics are enough; the metrics."""
+    """Start a command, press Ctrl-C once its metrics are enough, and return the metrics."""
     folder = RunFolder(output)
     log = output.with_suffix(".log")
     process = start_ycore(words, cwd=output.parent, log=log, scripted_engine=SCRIPTED)
@@ -50,7 +50,7 @@ def run_until(
 
 
 def groups_in(file: Path) -> list[dict[str, Any]]:
-    """The groups of a round's file: below its first line, which describes the file."""
+    """Return the groups of a round's file: below its first line, which describes the file."""
     groups: list[dict[str, Any]] = json.loads(file.read_text().splitlines()[1])["groups"]
     return groups
 
@@ -112,7 +112,7 @@ def test_a_core_moves_to_the_engines_and_no_step_is_lost_or_changed(tmp_path: Pa
 
 
 def test_a_core_moves_while_a_stream_is_in_flight(tmp_path: Path) -> None:
-    """What was being written begins anew with one rank; no step and no group comes twice, and none is too old."""
+    """Unfinished completions begin anew with one rank; no step and no group comes twice, and none is too old."""
     max_staleness = 3
     job = Job(write_inputs(tmp_path / "inputs"), steps=5000, checkpoint_every=1000, ranks=2)
     keys = ["engine.devices=2", "engine.count=auto", "engine.rebalance=true"]

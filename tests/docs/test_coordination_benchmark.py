@@ -42,7 +42,7 @@ def test_one_and_two_controllers_play_a_round(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("*.py")))
 def test_every_script_can_be_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one of them takes from ycore is still there."""
+    """The names that a script takes from ycore are still there."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     known = set(sys.modules)
     try:

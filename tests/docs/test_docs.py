@@ -78,7 +78,7 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The file that the reader is told to write: named in the first comment, else at the end of the line before."""
+        """Return the file that a reader is to write: named in the first comment, else at the end of the line before."""
         if self.language not in TO_WRITE:
             return None
         comment = re.match(r"# (\S+\.\w+)\n", self.text)
@@ -99,7 +99,7 @@ def files_of(page: Path) -> dict[str, str]:
 
 
 def commands() -> list[tuple[Path, str]]:
-    """Every command line of every page, with lines that go on joined; each only once a page."""
+    """Return every command line of every page, with lines that go on joined; each only once a page."""
     lines_of_pages: dict[tuple[Path, str], None] = {}
     for page in PAGES:
         for block in blocks(page):
@@ -126,7 +126,7 @@ def of_program(name: str) -> list[Any]:
 
 
 def table(page: str, heading: str) -> list[list[str]]:
-    """The rows of the first table under a heading, without its head; a cell as it is written."""
+    """Return the rows of the first table under a heading, without its head; a cell as it is written."""
     section = (ROOT / page).read_text(encoding="utf-8").partition(f"{heading}\n")[2]
     lines = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert lines is not None, f"{page} has no table under {heading!r}"
@@ -278,7 +278,7 @@ def starts_something(words: list[str]) -> bool:
 
 
 def dry_run(line: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """The command in `folder`, without a hub and with empty caches; what would train or measure only plans."""
+    """Dry-run the command in `folder`, without a hub and with empty caches; what would train or measure only plans."""
     words = shlex.split(line, comments=True)[1:]
     if (starts_something(words) or words[0] == "serve") and "--dry-run" not in words:
         words.append("--dry-run")
@@ -307,7 +307,7 @@ def option(line: str, name: str) -> str:
 
 
 def write_unfinished_run(page: Path, output: str, folder: Path) -> None:
-    """What an earlier command of the page would have left in `output` when it was stopped."""
+    """Write what an earlier command of the page would have left in `output` when it was stopped."""
     mine = [
         line for of, line in commands() if of == page and option(line, "--output") == output
     ]
@@ -321,7 +321,7 @@ def write_unfinished_run(page: Path, output: str, folder: Path) -> None:
 
 
 def write_first_steps(folder: Path) -> None:
-    """As much of a run as somebody who looks at it needs."""
+    """Write as much of a run as somebody who looks at it needs."""
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(
         json.dumps({"config": {"steps": 1, "model": "tiny", "prompts_per_step": 1}})
@@ -349,7 +349,7 @@ def write_trained_run(folder: Path) -> None:
 
 
 def write_stand_in(folder: Path) -> None:
-    """What an earlier run of the page would have left: as much of an adapter as a dry run looks at."""
+    """Write what an earlier run of the page would have left: as much of an adapter as a dry run looks at."""
     import numpy
     from safetensors.numpy import save_file
 
@@ -514,7 +514,7 @@ def resolves(page: Path, link: str) -> bool:
 
 @functools.cache
 def declared(command: str) -> frozenset[str]:
-    """The options of a command, as it declares them."""
+    """Return the options of a command, as it declares them."""
     return frozenset({"--help"}) | {
         name
         for parameter in PARSERS[command].params
@@ -572,7 +572,7 @@ def test_options_that_a_page_mentions_exist(page: Path) -> None:
 
 
 def config_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key by its path, with its default; `PydanticUndefined` where it must be given."""
+    """Return every key by its path, with its default; `PydanticUndefined` where it must be given."""
     for name, field in model.model_fields.items():
         inner = next(
             (
@@ -599,7 +599,7 @@ def is_model(annotation: Any) -> bool:
 
 
 def documented_keys(page: str) -> dict[str, Any]:
-    """Every key of a page's table with the default that is written there; a row may have several of both."""
+    """Return every key of a page's table with the default that is written there; a row may have several of both."""
     documented: dict[str, Any] = {}
     if page.endswith("options.md"):
         for _, _, key, _ in table(page, "## Options"):

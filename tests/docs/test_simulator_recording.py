@@ -31,7 +31,7 @@ LINE = Speed(0.02, 0.003)
 
 
 def record(words: str, *, tokens: bool = True) -> list[list[Request]]:
-    """What a run would have written down, from rounds whose truth is known."""
+    """Return the requests that a run would have written down, from rounds whose truth is known."""
     allocator = Allocator(SlotPool(2, ROLES, dict.fromkeys(ROLES, 64)), parse_placement(words))
     rounds = []
     for number in range(4):
@@ -54,7 +54,7 @@ def record(words: str, *, tokens: bool = True) -> list[list[Request]]:
 
 
 def _requests(lanes: list, first: int, *, tokens: bool) -> list[Request]:  # type: ignore[type-arg]
-    """Rollouts are numbered in the order they were asked, by matching lengths to lanes that began at 0."""
+    """Number rollouts in the order they were asked, by matching lengths to lanes that began at 0."""
     lengths = [
         completion[ROLLOUT]
         for position in range(first, first + 6)
@@ -143,7 +143,7 @@ def test_an_empty_trace_is_said_to_be_one() -> None:
 
 
 def seen(*met: tuple[float, float]) -> list[Sample]:
-    """Three requests of ten tokens for each (depth, step)."""
+    """Return three requests of ten tokens for each (depth, step)."""
     return [Sample(10.0, 10.0 * step, depth) for depth, step in met for _ in range(3)]
 
 

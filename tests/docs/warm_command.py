@@ -18,7 +18,7 @@ _LOADED = (
     "jinja2",
     "numpy",
 )
-"""What dry runs import."""
+"""Modules that dry runs import."""
 
 
 class WarmCommand:

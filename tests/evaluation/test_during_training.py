@@ -80,7 +80,7 @@ class Keeps(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[RunFolder, RunFolder]:
-    """The same run without evaluations, and with them."""
+    """Train the same run without evaluations, and with them."""
     place = tmp_path_factory.mktemp("whole")
     plain, folder = (
         make(place / "plain", model, {}),

@@ -130,7 +130,7 @@ def test_each_dataset_of_several_has_figures_of_its_own(rank: int, tmp_path: Pat
 
 
 def test_the_best_of_n_by_another_reward() -> None:
-    """The first reward of what the others prefer: of equal ones the first, and of masked ones none."""
+    """It is the first reward of what the others prefer: of equal ones the first, and of masked ones none."""
     rewards = [{"reward": name} for name in ("exact_answer", "similarity", "length")]
     settings = config(rewards=rewards)
     assert figure_names(settings)[-2:] == ["best@4/similarity", "best@4/length"]
@@ -154,7 +154,7 @@ def test_the_best_of_n_by_another_reward() -> None:
 
 
 def test_right_by_right_reasons() -> None:
-    """Of four right completions a judge of the reasoning accepts one, rejects two, and gives no verdict on one."""
+    """A judge of the reasoning accepts one of four right completions, rejects two, and gives one no verdict."""
     scores = [
         (1.0, 1.0),
         (1.0, 0.4),
@@ -195,7 +195,7 @@ def test_right_by_right_reasons() -> None:
 
 
 def test_how_often_a_reward_agrees_with_pairs() -> None:
-    """Right, equal, wrong, masked, right: 2.5 of 4."""
+    """Five pairs are right, equal, wrong, masked and right: 2.5 of 4."""
     rewards = [[2.0, 1.0], [0.5, 0.5], [0.0, 0.1], [None, 1.0], [-1.0, -2.0]]
     figures = pair_figures(
         [group(n, ["a", "b"], pair) for n, pair in enumerate(rewards)], config(pairs=True)
@@ -418,7 +418,7 @@ def test_what_an_evaluation_cannot_have_is_refused_by_name(
 
 
 def test_no_more_is_drawn_than_is_left_to_learn() -> None:
-    """Of 80 prompts 2 % can teach, so that two groups are all there is; of 8000 there are plenty."""
+    """If 2 % of 80 prompts can teach, two groups are all there is; of 8000 there are plenty."""
     yields = AcceptanceRate(kept=0.5, finished=25.0)
     assert yields.rate == LEAST and (yields.left(80), yields.left(8000)) == (2, 160)
     drawn = [

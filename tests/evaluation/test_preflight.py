@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_folder(
     tmp_path: Path, model: Path, *, reward: str, longest: int = 4, **settings: Any
 ) -> RunFolder:
-    """What the launcher leaves for the role."""
+    """Write what the launcher leaves for the role."""
     rows = [{"prompt": "+".join("1" * (longest if n == 7 else 3))} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "their_rewards.py").write_text(REWARD)

@@ -13,7 +13,7 @@ from ycore.evaluation.side_by_side import (
 
 
 def folder_of(place: Path, name: str, rewards: list[list[list[float | None]]]) -> Path:
-    """What `ycore eval` leaves: for each prompt and completion, the rewards of two sources."""
+    """Write what `ycore eval` leaves: for each prompt and completion, the rewards of two sources."""
     folder = place / name
     folder.mkdir()
     lines = [

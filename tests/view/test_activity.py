@@ -1,4 +1,4 @@
-"""What a run is at: slots, queues and the phase from events and two files' times, also of a run that was killed."""
+"""A run's slots, queues and phase are read from events and two files' times, also of a run that was killed."""
 
 import json
 import os
@@ -32,7 +32,7 @@ T = 1000.0
 
 
 def levels(at: float, *, rank: int = 0, waiting: int = 0, **flying: int) -> list[Event]:
-    """`judge=[3, 0]` would be `judge_0=3`: so many in flight of a role on a slot, the oldest for 20 s."""
+    """Return events of these levels: `judge_0=3` is three in flight of a role on a slot, the oldest for 20 s."""
     counts = {name.replace("_", " "): count for name, count in flying.items()}
     oldest = {name: 20.0 for name, count in counts.items() if count}
     return [
@@ -112,7 +112,7 @@ def test_names_say_the_rank_where_there_are_several() -> None:
 
 
 def test_a_folder_is_followed(tmp_path: Path) -> None:
-    """One of a run without a trace, then with one, then over: it ends where its last event did."""
+    """A folder has a run without a trace, then with one, then over: it ends where its last event did."""
     look = RunActivity(tmp_path).look()
     assert not look.has_begun and not look.slots() and not look.is_over
     writer = TraceWriter(tmp_path / "trace.json")

@@ -1,4 +1,4 @@
-"""What is shown of a run while it goes on, and of one that is watched: going on, ended, or its launcher gone."""
+"""The terminal shows a run while it goes on, and one that is watched: going on, ended, or its launcher gone."""
 
 import fcntl
 import io
@@ -138,7 +138,7 @@ def test_a_problem_of_a_reward_has_a_line_of_its_own() -> None:
 
 
 def test_where_nothing_is_printed_a_line_says_what_goes_on() -> None:
-    """Of a run whose engines start, of one that generates, and of one that evaluates; none once it is over."""
+    """The line names the start of engines, the step, or the evaluation; there is none once the run is over."""
     stream = io.StringIO()
     scene = Scene(
         Activity(), 1030.0, False, None, None, starting="starting for 9 s: engine-0 compiling"

@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Path:
 def make_run(
     root: Path, *, seconds: float = 10.0, text: str = HOSTILE, num_ranks: int = 1
 ) -> Path:
-    """A run's folder as ycore writes it: twelve steps, one round in the journal."""
+    """Write a run's folder as ycore does: twelve steps, one round in the journal."""
     root.mkdir()
     config = {
         "algorithm": "grpo",
@@ -129,7 +129,7 @@ def test_the_rewards_of_the_last_round_are_weighted_sums(run: Path) -> None:
 
 
 def test_the_last_round_is_that_of_the_journal_and_of_every_rank(tmp_path: Path) -> None:
-    """As the journal itself writes it."""
+    """The round's file is written by the journal itself."""
     run = make_run(tmp_path / "two", text="7", num_ranks=2)
     written = read_run(run).completions
     assert [scored.completion for scored in written] == [

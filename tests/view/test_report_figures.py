@@ -1,4 +1,4 @@
-"""What a report counts: where device seconds went, rewards that did not rise."""
+"""A report counts where device seconds went, and gives advice where the reward did not rise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ STEP = {
 
 
 def test_by_hand() -> None:
-    """16 groups drawn for 8: half of the round taught nothing."""
+    """If 16 groups are drawn for 8, half of the round taught nothing."""
     seconds = count_device_seconds([STEP], prompts_per_step=8, num_slots=2).seconds
     nonzero = {part: value for part, value in seconds.items() if value}
     assert nonzero == {
@@ -112,7 +112,7 @@ CONFIG = RunConfig(
 def around(
     reward: Callable[[int], float], *, steps: int = 30, **metrics: float
 ) -> list[dict[str, Any]]:
-    """Steps whose rewards go up and down by 0.02 around `reward`."""
+    """Return steps whose rewards go up and down by 0.02 around `reward`."""
     constant = {"learning_rate": 2e-5, "frac_reward_zero_std": 0.5} | metrics
     return [
         {"step": step, "ycore/reward": reward(step) + 0.02 * (-1) ** step, **constant}

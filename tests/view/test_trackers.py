@@ -40,7 +40,7 @@ print(json.dumps(told))
 
 
 def trackio_page(place: Path) -> dict[str, Any]:
-    """The one page of the project `sums`, read in a process of its own, because trackio keeps its folder."""
+    """Return the one page of the project `sums`, read in a process of its own, because trackio keeps its folder."""
     words = [sys.executable, "-c", TRACKIO]
     done = subprocess.run(
         words, env=environment(place), capture_output=True, text=True, timeout=300
@@ -50,7 +50,7 @@ def trackio_page(place: Path) -> dict[str, Any]:
 
 
 def environment(place: Path) -> dict[str, str]:
-    """Of trackers that write in `place`."""
+    """Return the environment of trackers that write in `place`."""
     trackers = {
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(place),
@@ -60,7 +60,7 @@ def environment(place: Path) -> dict[str, str]:
 
 
 def run(words: Sequence[Any], place: Path) -> None:
-    """ycore in `place`."""
+    """Run ycore in `place`."""
     done = subprocess.run(
         [*YCORE, *map(str, words)],
         cwd=place,
@@ -77,7 +77,7 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def records_of(file: Path) -> list[Any]:
-    """The records of an offline run's file: LevelDB's log format behind a header of seven bytes."""
+    """Return the records of an offline run's file: LevelDB's log format behind a header of seven bytes."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, parts, records = file.read_bytes(), 7, b"", []
@@ -97,7 +97,7 @@ def records_of(file: Path) -> list[Any]:
 
 
 def history_of(file: Path) -> list[dict[str, Any]]:
-    """The rows that an offline run of wandb logged."""
+    """Return the rows that an offline run of wandb logged."""
     rows = [
         {
             ".".join(item.nested_key) or item.key: json.loads(item.value_json)
@@ -110,7 +110,7 @@ def history_of(file: Path) -> list[dict[str, Any]]:
 
 
 def settings_of(file: Path) -> dict[str, Any]:
-    """The config of an offline run of wandb, as its users see it."""
+    """Return the config of an offline run of wandb, as its users see it."""
     settings: dict[str, Any] = {}
     for record in records_of(file):
         updates = [*record.run.config.update, *record.config.update]

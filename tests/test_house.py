@@ -27,6 +27,11 @@ SOURCES = sorted(
     ]
 )
 BENCHMARKS = sorted((ROOT / "docs" / "benchmarks").rglob("*.py"))
+ALL_SOURCES = [
+    *SOURCES,
+    *sorted((ROOT / "docs").rglob("*.py")),
+    *sorted((ROOT / "tests").rglob("*.py")),
+]
 
 MAX_TOKENS = 304_000
 MAX_TOKENS_PER_LINE = 8.17
@@ -331,7 +336,7 @@ def test_variables_of_benchmarks_say_what_they_hold() -> None:
 def test_docstrings_are_sentences() -> None:
     headless = [
         f"{path.relative_to(ROOT)}:{docstring.lineno}"
-        for path in SOURCES
+        for path in ALL_SOURCES
         for docstring in docstrings(path)
         if str(docstring.value).lstrip().startswith(HEADLESS)
     ]

@@ -1,4 +1,4 @@
-"""What coordination costs as controllers are added: N parallel controllers against one central controller.
+"""Measure what coordination costs as controllers are added: N parallel controllers against one central controller.
 
     python docs/benchmarks/coordination.py --output runs/coordination
 

@@ -1,4 +1,4 @@
-"""From the counts of `coordination` to a table and a picture."""
+"""Make a table and a picture of the counts of `coordination`."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-r"""What a step of `ycore sft`, `dpo` or `kto` costs on a CPU, with one thing as it is in ycore and as it was before.
+r"""Measure a step of `ycore sft`, `dpo` or `kto` on a CPU, with one thing as it is in ycore and as it was before.
 
     python docs/benchmarks/example_steps.py --of head --recipe hh-dpo --output runs/head --dataset FILE
 

@@ -1,4 +1,4 @@
-"""The same questions at temperature 0 to a trained model, by transformers and by llama.cpp: how many answers are equal.
+"""Ask a trained model questions at temperature 0 by transformers and by llama.cpp, and count the equal answers.
 
     ycore export runs/quickstart --format merged --output models/sums
     ycore export runs/quickstart --format gguf --output models/sums.gguf

@@ -1,4 +1,4 @@
-"""What confinement costs a reward worker: seconds to start, and microseconds a call, at each level.
+"""Measure what confinement costs a reward worker: seconds to start, and microseconds a call, at each level.
 
     python docs/benchmarks/reward_workers.py namespaces landlock none
 

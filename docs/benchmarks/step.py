@@ -51,7 +51,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of the cores of a run together: operations of products a second, and bytes read a second."""
+    """Operations of products and bytes read, a second, by the cores of a run together."""
 
     flops: float
     bytes_per_s: float

@@ -1,4 +1,4 @@
-"""What slow tools cost a round: its seconds over those that its longest completion, or its engines, need anyway.
+"""Measure what slow tools cost a round: its seconds over those that its longest completion, or its engines, need anyway.
 
     python docs/benchmarks/tool_waits.py --seconds 0 0.5 5
 

@@ -39,7 +39,7 @@ _QUIET = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was typed. `steps`: by the limit on tokens."""
+    """The options that were typed. `steps` are by the limit on tokens."""
 
     model: str
     steps: Mapping[int, int]

@@ -1,4 +1,4 @@
-"""What a turn on a slot costs: from asking for it to having it, and the work of the allocator's process.
+"""Measure what a turn on a slot costs: from asking for it to having it, and the work of the allocator's process.
 
     python docs/benchmarks/turns.py --ranks 1 8 64
 

@@ -37,7 +37,7 @@ def _standardised(values: Tensor, of: Tensor) -> Tensor:
 
 
 def _entropy(group: Any) -> Tensor:
-    """Of the answers: the last number of each completion, or its text."""
+    """Return the entropy of the answers: the last number of each completion, or its text."""
     texts = [completion.text for completion in group.completions]
     answers = Counter((_NUMBER.findall(text) or [text.strip()])[-1] for text in texts)
     shares = torch.tensor(list(answers.values()), dtype=torch.float64) / len(texts)

@@ -175,7 +175,7 @@ class Machine:
         str, float
     ]  # a sleep and the wake after it; a swap costs half of each of its two roles
     reading_s: Mapping[str, float] = field(default_factory=dict)
-    """Of one prompt and for its first token, while the engine's other requests wait; nothing where sizes include it."""
+    """Seconds of reading one prompt up to its first token, while other requests wait; empty where sizes include it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What whole steps take where the tail of a round is met: rounds ahead, streams, and completions that are carried over.
+"""Simulate whole steps where the tail of a round is met: rounds ahead, streams, and completions carried over.
 
 Steps in virtual time, of rollouts and training alone. An engine's step takes `base + per_request * n` seconds with n
 requests in flight, each request grows by one token in it, and a request goes to the slot with the fewest in flight.

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image as Pillow
 
-from ycore.config.schema import RewardConfig, RunConfig
+from ycore.config.schema import EvalConfig, RewardConfig, RunConfig
 from ycore.data.cells import Table
 from ycore.data.prompts import (
     MixedRows,
@@ -24,7 +25,8 @@ from ycore.data.prompts import (
 )
 from ycore.errors import DataError
 from ycore.round.sampling import DrawSource, Shard
-from ycore.types import Prompt
+from ycore.run.files import png_of
+from ycore.types import IMAGE_MARK, Prompt
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 COLD = """
@@ -637,3 +639,59 @@ def test_ranks_and_a_resumed_run_draw_several_datasets_alike(tmp_path: Path) -> 
     assert drawn(begun, 13) == whole[:13]
     resumed.load_state_dict(begun.state_dict())
     assert drawn(resumed, 27) == whole[13:]
+
+
+def scored_pair(file: Path, *, as_chat: bool = True) -> Prompt:
+    settings = EvalConfig(
+        model="m",
+        dataset=str(file),
+        output="o",
+        rewards=[RewardConfig(reward="length")],
+        pairs=True,
+    )
+    prompt: Prompt = load_prompts(settings, as_chat=as_chat).prompts[0]
+    return prompt
+
+
+def test_the_question_of_a_scored_pair_says_its_system_prompt_and_history_once(
+    tmp_path: Path,
+) -> None:
+    pair = {"prompt": "How?", "chosen": "Fine.", "rejected": "Bad."}
+    said = [("user", "Hi"), ("assistant", "Hello"), ("user", "How?")]
+    told = write(tmp_path / "told.jsonl", pair | {"system": "Be kind."})
+    assert scored_pair(told, as_chat=False).content == "Be kind.\n\nHow?"
+    for system in ({}, {"system": "Be kind."}):
+        talk = write(tmp_path / "talk.jsonl", pair | {"history": [["Hi", "Hello"]]} | system)
+        turns = [(turn["role"], turn["content"]) for turn in scored_pair(talk).content]
+        assert turns == [*system.items(), *said]
+
+
+def test_a_scored_pair_of_parquet_offers_its_tools_as_they_were_written(tmp_path: Path) -> None:
+    """Arrow gives every tool the arguments of all, with null."""
+    import pyarrow
+    import pyarrow.parquet
+
+    tools = [
+        {"name": name, "parameters": {"properties": {argument: {"type": "string"}}}}
+        for name, argument in (("find", "words"), ("open", "page"))
+    ]
+    pair = {"prompt": "How?", "chosen": "Fine.", "rejected": "Bad.", "tools": tools}
+    file = tmp_path / "pairs.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([pair]), file)
+    assert list(scored_pair(file).tools) == tools
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_the_picture_of_a_scored_pair_is_seen(in_blocks: bool, tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(png_of(Pillow.new("RGB", (2, 2), "red")))
+    answers = [[{"role": "assistant", "content": text}] for text in ("Red.", "Blue.")]
+    turn: dict[str, Any] = {"role": "user", "content": "Which colour?"}
+    pair: dict[str, Any] = {"image": "red.png"}
+    if in_blocks:
+        text = {"type": "text", "text": turn["content"]}
+        turn["content"] = [{"type": "image", "image": "red.png"}, text]
+        pair = {}
+    pair |= {"chosen": [turn, *answers[0]], "rejected": [turn, *answers[1]]}
+    prompt = scored_pair(write(tmp_path / "pairs.jsonl", pair))
+    assert prompt.content == [{"role": "user", "content": f"{IMAGE_MARK}Which colour?"}]
+    assert len(prompt.images) == 1

@@ -400,15 +400,8 @@ def images_of(
     Args:
         content: What `cells.content_of` reads in `column`.
     """
-    values = [value for name in IMAGE_COLUMNS for value in _listed(row.values.get(name), row)]
-    blocks = _blocks(listed_cell(row, column)) if column else []
-    values = values or [
-        block[key]
-        for block in blocks
-        if block["type"] in IMAGE_BLOCKS
-        for key in _KEYS
-        if block.get(key) is not None
-    ]
+    blocks = blocks_of(listed_cell(row, column)) if column else []
+    values = picture_cells(row, blocks)
     if not values and isinstance(content, list):
         places = _count(content, IMAGE_MARK) if blocks else 0
         if not set(IMAGE_COLUMNS).isdisjoint(row.values):
@@ -418,6 +411,18 @@ def images_of(
                 f"{places} places for an image and no image in {row.place}; add it, or remove the row"
             )
     return tuple(store.put(_bytes_of(value, row), row.place) for value in values)
+
+
+def picture_cells(row: TableRow, blocks: Sequence[Record]) -> list[Any]:
+    """Return the pictures of a row as it has them: those of its columns, or else of these blocks."""
+    values = [value for name in IMAGE_COLUMNS for value in _listed(row.values.get(name), row)]
+    return values or [
+        block[key]
+        for block in blocks
+        if block["type"] in IMAGE_BLOCKS
+        for key in _KEYS
+        if block.get(key) is not None
+    ]
 
 
 def with_marks(content: Content, images: Sequence[Image], place: str) -> Content:
@@ -462,7 +467,7 @@ def _listed(value: Any, row: TableRow) -> list[Any]:
     return [picture for picture in listed if picture is not None and picture != ""]
 
 
-def _blocks(turns: Any) -> list[Record]:
+def blocks_of(turns: Any) -> list[Record]:
     """Return the blocks of a conversation whose turns are written in them."""
     contents = [turn.get("content") for turn in turns] if isinstance(turns, list) else []
     return [block for content in contents if isinstance(content, list) for block in content]

@@ -17,9 +17,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ycore.config.schema import TuneConfig
-from ycore.data.cells import Table, TableRow, images_of, with_marks
+from ycore.data.cells import (
+    Table,
+    TableRow,
+    blocks_of,
+    images_of,
+    listed_cell,
+    picture_cells,
+    with_marks,
+)
 from ycore.data.rows import (
     CONVERSATIONS,
+    SYSTEM_COLUMNS,
     TEMPLATE_COLUMNS,
     RoleOrders,
     Row,
@@ -369,17 +378,31 @@ def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Tab
     """Return the pairs with `prompt`, `chosen` and `rejected` as texts; DataError where none is left."""
     _require_pairs(table)
     reader = RowReader(table, RowNeeds("pairs", as_chat, prompt_column))
+    # A `prompt` holds them already.
+    joined = (*SYSTEM_COLUMNS, "history") if prompt_column in (None, "prompt") else ()
+    columns = [name for name in table.columns if name not in joined]
     rows = []
+    numbers = []
     for row in table:
         pair = reader.read(row)
         if isinstance(pair, Row):
+            values = {name: row.values[name] for name in columns if name in row.values}
             answers = {name: last_text(answer) for name, answer in pair.answers.items()}
-            rows.append({**row.values, "prompt": pair.question, **answers})
+            blocks = blocks_of(listed_cell(row, reader.prompt_column or "prompt"))
+            if pictures := picture_cells(row, blocks):
+                values |= {"image": None, "images": pictures}
+            rows.append({**values, "prompt": pair.question, **answers})
+            numbers.append(row.number)
     if not rows:
         raise DataError(
             f"no row of {table.name} has two answers that differ; give another dataset"
         )
-    return Table(table.name, rows, tuple(dict.fromkeys(("prompt", *table.columns))))
+    return replace(
+        table,
+        rows=rows,
+        columns=tuple(dict.fromkeys(("prompt", *columns))),
+        lines=table.lines and [table.lines[number] for number in numbers],
+    )
 
 
 def _labelled(table: Table, examples: list[Example]) -> list[Example]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ycore.api.functions import Run
 from ycore.evaluation.side_by_side import (
     difference,
     read_evaluation,
@@ -41,6 +42,17 @@ def test_a_prompts_figures_are_those_of_its_completions(tmp_path: Path) -> None:
         None,
         0.0,
     )  # masked: no reward, and not right
+
+
+def test_a_completion_may_have_unicodes_line_separators(tmp_path: Path) -> None:
+    """They end no line of JSON, and JSON's text may have them as they are."""
+    folder = folder_of(tmp_path, "a", [[[1.0]], [[0.0]]])
+    file = folder / "completions.jsonl"
+    said = "\u2028next\u2029and\u0085so"
+    file.write_text(file.read_text().replace("a 0", said), encoding="utf-8")
+    assert [result.right for result in read_evaluation(folder, [1.0]).values()] == [1.0, 0.0]
+    (folder / "run.json").write_text("{}")
+    assert {line["completion"] for line in Run(folder).completions} == {said}
 
 
 def test_differences_are_paired(tmp_path: Path) -> None:

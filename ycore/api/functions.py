@@ -66,7 +66,8 @@ class Run:
             raise RunFolderError(
                 f"{self.folder} has no completions.jsonl, which only an evaluation writes"
             )
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        with file.open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
 
     def model(self, *, best: bool = False) -> Any:
         """Load the trained model with transformers, with peft's adapter around it where there is one.

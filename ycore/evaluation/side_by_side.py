@@ -33,9 +33,10 @@ Results = Mapping[int, PromptResult]
 def read_evaluation(folder: Path, weights: Sequence[float]) -> Results:
     """Read what `ycore eval` wrote in `completions.jsonl`, with these weights of the rewards."""
     by_row: dict[int, list[Record]] = {}
-    for line in (folder / "completions.jsonl").read_text(encoding="utf-8").splitlines():
-        completion = json.loads(line)
-        by_row.setdefault(completion["row"], []).append(completion)
+    with (folder / "completions.jsonl").open(encoding="utf-8") as file:
+        for line in file:
+            completion = json.loads(line)
+            by_row.setdefault(completion["row"], []).append(completion)
     return {row: _summarise(completions, weights) for row, completions in by_row.items()}
 
 

@@ -22,6 +22,7 @@ from ycore.api.pipelines import (
     write_pairs,
 )
 from ycore.config.schema import AnyConfig, TuneConfig
+from ycore.data.examples import load_examples
 from ycore.errors import (
     ConfigError,
     DataError,
@@ -30,8 +31,10 @@ from ycore.errors import (
     RunError,
     RunFolderError,
 )
+from ycore.evaluation.evaluator import _write_completions
 from ycore.run.claim import AS_IT_WAS, check_claim, claim
-from ycore.run.files import TRACKER_GROUP, RunFolder, write_json_atomic
+from ycore.run.files import TRACKER_GROUP, ImageStore, RunFolder, png_of, write_json_atomic
+from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score
 
 SFT = {"dataset": "chats.jsonl"}
 PAIRS = {"dataset": "prompts.jsonl", "rewards": ["exact_answer"]}
@@ -528,3 +531,44 @@ def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "pairs.jsonl").read_text())["chosen"] == "é"
     with pytest.raises(RunError, match="so there is no pair; raise num_samples"):
         write_pairs(tmp_path, weights=[0.0], compare="best-worst")
+
+
+def test_pairs_show_what_their_completions_were_written_for(tmp_path: Path) -> None:
+    """The pictures and the tools of a prompt, which stand beside its turns."""
+    from PIL import Image as Pillow
+
+    image = ImageStore(RunFolder(tmp_path).images).put(
+        png_of(Pillow.new("RGB", (2, 2), "red")), "row 0"
+    )
+    tool = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+    prompt = Prompt(
+        0,
+        [{"role": "user", "content": f"{IMAGE_MARK}Which colour?"}],
+        images=(image,),
+        tools=(tool,),
+        template_arguments={"enable_thinking": False},
+    )
+    completions = tuple(Completion((1,), None, text, "stop", 0) for text in ("Red.", "Blue."))
+    scores = ((Score(1.0),), (Score(0.0),))
+    with (tmp_path / "completions.jsonl").open("w") as file:
+        _write_completions(Group(Draw(0, prompt, (1,)), completions, scores), file)
+    assert write_pairs(tmp_path, weights=[1.0], compare="best-worst") == 1
+    settings = TuneConfig(
+        algorithm="dpo",
+        model="m",
+        dataset=str(tmp_path / "pairs.jsonl"),
+        output="o",
+        held_out=0,
+    )
+    (example,) = load_examples(settings, as_chat=True).train
+    assert example["images"] == [image] and example["prompt"][0]["content"][0] == {
+        "type": "image"
+    }
+    assert json.loads(example["tools"]) == [tool]
+    assert example["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_pairs_are_of_single_turns() -> None:
+    """A completion in several turns is a transcript, which no model is to write."""
+    with pytest.raises(ConfigError, match=r"stage pairs: a pair's answers are single turns"):
+        configs(stages={"pairs": PAIRS | {"tools": ["python"]}})

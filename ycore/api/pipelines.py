@@ -30,6 +30,7 @@ from ycore.api.tables import Rows, plan_rows
 from ycore.config.algorithms import ALGORITHMS, find_algorithm
 from ycore.config.resolve import parse_set, resolve, set_key, validated
 from ycore.config.schema import AnyConfig, RunConfig, Strict, Whole
+from ycore.data.rows import TEMPLATE_COLUMNS
 from ycore.errors import (
     ConfigError,
     Interrupted,
@@ -58,6 +59,9 @@ PAIRS = "pairs"
 
 PAIRS_FILE = "pairs.jsonl"
 COMMANDS = (*ALGORITHMS, "eval", PAIRS)
+
+_SHOWN = ("images", *TEMPLATE_COLUMNS)
+"""Columns that the model got beside the turns of a prompt."""
 
 Compare = Literal["best-worst", "all"]
 """Completions that a `pairs` stage pairs: the best with the worst of a prompt, or every two whose rewards differ."""
@@ -304,9 +308,14 @@ def stage_config(stage: Stage, keys: Record) -> AnyConfig:
     """Resolve the config of a stage's run, by the rules of its command's recipes."""
     algorithm = "eval" if stage.command == PAIRS else stage.command
     with _named(stage):
-        return resolve(
+        config = resolve(
             recipe=keys, options={"algorithm": algorithm, "output": str(stage.folder)}
         )
+        if stage.command == PAIRS and isinstance(config, RunConfig) and config.has_turns:
+            raise ConfigError(
+                "a pair's answers are single turns; leave tools, env and agent out, or take grpo with them"
+            )
+        return config
 
 
 def stage_plan(config: AnyConfig, *, resume: bool) -> Rows:
@@ -456,4 +465,5 @@ def make_pairs(
             if not isinstance(chosen["prompt"], str):  # a chat is answered by a turn
                 answers = [[{"role": "assistant", "content": text}] for text in texts]
             pair = {"prompt": chosen["prompt"], "chosen": answers[0], "rejected": answers[1]}
-            yield pair | {"chosen_reward": best, "rejected_reward": worst}
+            shown = {name: chosen[name] for name in _SHOWN if name in chosen}
+            yield pair | shown | {"chosen_reward": best, "rejected_reward": worst}

@@ -128,10 +128,17 @@ def _write_all(controller: "Controller", num_prompts: int, folder: RunFolder) ->
 
 
 def _write_completions(group: Group, file: TextIO) -> None:
+    prompt = group.draw.prompt
+    shown = {
+        "images": [f"images/{image.sha256}" for image in prompt.images],
+        "tools": prompt.tools,
+        "chat_template_kwargs": prompt.template_arguments,
+    }
     for completion, scores in group.scored():
         row = {
-            "row": group.draw.prompt.row,
-            "prompt": group.draw.prompt.content,
+            "row": prompt.row,
+            "prompt": prompt.content,
+            **{name: value for name, value in shown.items() if value},
             "completion": completion.transcript,
             "finish_reason": completion.finish_reason,
             "rewards": [score.value for score in scores],

@@ -306,6 +306,13 @@ def test_where_every_scored_completion_teaches() -> None:
             "exact_answer is a constraint, and there is no reward to raise beside it",
         ),
         (
+            {
+                "constraint": ["format"],
+                "dataset": [{"dataset": "a"}, {"dataset": "b", "rewards": ["exact_answer"]}],
+            },
+            "the rewards of b are exact_answer; add format to them",
+        ),
+        (
             {"constraint": ["format"], "group_size": 1, "advantage": "reinforce++"},
             "and group_size is 1; say --group",
         ),

@@ -507,6 +507,12 @@ def test_a_dataset_of_several_has_held_out_rows_of_its_own() -> None:
         ("d", "validation", 7),
     ]
     assert measured.unscored == {"b.jsonl": {0}, "d": set()}
+    # What scores evaluations alone scores all of them.
+    apart = _resolve(dataset=parts, eval_rewards=["exact_answer", "math"], **more)
+    other = _resolve(dataset=parts, eval_rewards=["exact_answer"], **more)
+    for config, unscored in ((apart, {0}), (other, set())):
+        measured = config.for_evaluation()
+        assert measured is not None and measured.unscored == {"b.jsonl": unscored, "d": set()}
     # The run's own held-out rows are one more.
     both = _resolve(dataset=parts, eval_dataset="e", **more).for_evaluation()
     assert both is not None and [part.name for part in both.mixture] == ["b.jsonl", "d", "e"]

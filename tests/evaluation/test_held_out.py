@@ -153,6 +153,21 @@ def test_the_best_of_n_by_another_reward() -> None:
     assert measured["best@4/similarity/low"] == 0.0
 
 
+def test_of_a_dataset_its_own_first_reward_says_what_is_right() -> None:
+    """Two of four are right by `math`, which alone scores the dataset; the other figures are not of it."""
+    names = ("exact_answer", "math", "format")
+    rewards = [{"reward": name, "constraint": name == "format"} for name in names]
+    parts = [{"dataset": "a", "rewards": ["math"]}, {"dataset": "b"}]
+    settings = config(algorithm="eval", pairs=False, rewards=rewards, mixture=parts)
+    prompt = Prompt(0, "p", dataset="a")
+    scores = tuple((Score(None), Score(value), Score(None)) for value in (1.0, 1.0, 0.0, 0.0))
+    measured = replace(GROUPS[0], draw=Draw(0, prompt, (1,)), scores_GR=scores)
+    figures = evaluation_figures(count_groups([measured], settings), settings)
+    assert figures["reward"] == figures["pass@1"] == figures["cot-pass@1"] == 0.5
+    assert figures["majority@4"] == 1.0
+    assert not {"best@4/math", "best@4/format", "rewards/exact_answer"} & set(figures)
+
+
 def test_right_by_right_reasons() -> None:
     """A judge of the reasoning accepts one of four right completions, rejects two, and gives one no verdict."""
     scores = [

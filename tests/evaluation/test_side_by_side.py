@@ -55,6 +55,14 @@ def test_a_completion_may_have_unicodes_line_separators(tmp_path: Path) -> None:
     assert {line["completion"] for line in Run(folder).completions} == {said}
 
 
+def test_of_several_datasets_each_has_its_own_first_reward(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "a", [[[None, 1.0], [None, 0.0]]])
+    file = folder / "completions.jsonl"
+    file.write_text(file.read_text().replace('{"row"', '{"dataset": "sums", "row"'))
+    first_of = {"sums": 1}.__getitem__
+    assert read_evaluation(folder, [1.0, 1.0], first_of)[0].right == 0.5
+
+
 def test_differences_are_paired(tmp_path: Path) -> None:
     """Prompts differ by a lot, models by 0.1 on every prompt: apart from each other only in pairs."""
     first = read_evaluation(

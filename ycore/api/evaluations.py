@@ -67,9 +67,10 @@ def compare_evaluations(
     from ycore.evaluation import side_by_side
 
     root = Path(configs[0].output).parent
-    weights = configs[0].reward_weights
     answers = {
-        config.model: side_by_side.read_evaluation(Path(config.output), weights)
+        config.model: side_by_side.read_evaluation(
+            Path(config.output), config.reward_weights, config.first_reward_of
+        )
         for config in configs
     }
     first, *compared = answers

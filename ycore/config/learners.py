@@ -400,6 +400,12 @@ def check_constraints(config: RunConfig) -> list[RewardConfig]:
                 f"the constraint {reward.reward} is kept, not added up, and its weight is {reward.weight:g}; "
                 "leave weight out, or constraint"
             )
+        for part in config.mixture:
+            if part.rewards is not None and reward.reward not in part.rewards:
+                raise ConfigError(
+                    f"a completion whose constraint is not scored teaches nothing, and the rewards of {part.name} are "
+                    f"{', '.join(part.rewards)}; add {reward.reward} to them"
+                )
     if config.constraints.by == "gate" and config.group_size == 1:
         raise ConfigError(
             f"the constraint {first} gates rewards that are compared with their group's mean, and group_size is 1; "

@@ -575,6 +575,11 @@ class RunConfig(ScoredConfig, RowSettings):
             for part in self.mixture
         }
 
+    def first_reward_of(self, dataset: str) -> int:
+        """Return the index of the first reward that is for a dataset, of several: its 1 says that an answer is right."""
+        unscored = self.unscored.get(dataset, set())
+        return next(index for index in range(len(self.rewards)) if index not in unscored)
+
     def for_evaluation(self) -> "EvalConfig | None":
         """Return the settings of an evaluation on the held-out rows; None where the run has none."""
         whole = MixturePart(dataset="", eval_dataset=self.eval_dataset)
@@ -584,6 +589,7 @@ class RunConfig(ScoredConfig, RowSettings):
                     "dataset": name,
                     "split": "train" if is_one_file(name) else self.eval_split or "test",
                     "limit": self.eval_limit,
+                    "rewards": self._eval_rewards_of(part),
                 }
             )
             for part in (*self.mixture, whole)
@@ -603,6 +609,14 @@ class RunConfig(ScoredConfig, RowSettings):
         return EvalConfig.model_construct(
             **shared | rows | {"algorithm": "eval", "rewards": rewards}
         )
+
+    def _eval_rewards_of(self, part: MixturePart) -> list[str] | None:
+        """Return the rewards of an evaluation for a dataset's held-out rows: all but those that train other datasets
+        alone. None is all."""
+        if not self.eval_rewards or part.rewards is None:
+            return part.rewards
+        others = {spec.reward for spec in self.rewards} - {*part.rewards}
+        return [spec.reward for spec in self.eval_rewards if spec.reward not in others] or None
 
     def check(self) -> None:
         super().check()

@@ -130,6 +130,7 @@ def _write_all(controller: "Controller", num_prompts: int, folder: RunFolder) ->
 def _write_completions(group: Group, file: TextIO) -> None:
     prompt = group.draw.prompt
     shown = {
+        "dataset": prompt.dataset,
         "images": [f"images/{image.sha256}" for image in prompt.images],
         "tools": prompt.tools,
         "chat_template_kwargs": prompt.template_arguments,

@@ -128,17 +128,20 @@ def count_groups(groups: Iterable[Group], config: RunConfig) -> Table:
 def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
     """Return the sum and the count of every figure.
 
-    A masked completion is left out of the means, and counts as wrong; an unscored constraint counts as broken.
+    A masked completion is left out of the means, and counts as wrong; an unscored constraint counts as broken. Of a
+    dataset with rewards of its own, the first of these says what is right, and the others have no figures.
     """
     size = len(group.completions)
     sources = reward_names(config.rewards)
+    unscored = config.unscored.get(group.draw.prompt.dataset, set())
+    first = config.first_reward_of(group.draw.prompt.dataset)
     totals = without_none(compared_rewards(group, config.reward_weights))
     sums = {"reward": (sum(totals), len(totals))}
     for source, name in enumerate(sources):
         values = without_none(rewards[source] for rewards in group.rewards_GR)
         sums[f"rewards/{name}"] = (sum(values), len(values))
-    is_right = [(scores[0].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR]
-    constraints = constraints_of(config)
+    is_right = [(scores[first].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR]
+    constraints = [held for held in constraints_of(config) if held.source not in unscored]
     right_and_kept = [
         right and all(constraint.is_broken(rewards) is False for constraint in constraints)
         for right, rewards in zip(is_right, group.rewards_GR, strict=True)
@@ -147,10 +150,12 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
     for name in figure_names(config)[len(sums) :]:
         kind, k = name.split("@")
         if kind == "majority":
-            sums[name] = (_is_vote_right(group, is_right), 1)
+            is_comparable = config.rewards[first].reward in _COMPARABLE
+            sums[name] = (_is_vote_right(group, is_right), 1) if is_comparable else (0.0, 0)
         elif kind == "best":
             chooser = sources.index(name.partition("/")[2])
-            sums[name] = (_first_reward_of_best(group, chooser), 1)
+            best = _first_reward_of_best(group, chooser, first=first)
+            sums[name] = (0.0, 0) if chooser in {first, *unscored} else (best, 1)
         else:
             sums[name] = (pass_at_k(size, num_right[kind], int(k)), 1)
     num_cut = sum(completion.finish_reason == "length" for completion in group.completions)
@@ -171,13 +176,13 @@ def _is_vote_right(group: Group, is_right: Sequence[bool]) -> bool:
     return is_right[answers.index(winner)]
 
 
-def _first_reward_of_best(group: Group, chooser: int) -> float:
+def _first_reward_of_best(group: Group, chooser: int, *, first: int) -> float:
     """Return the first reward of the completion for which another reward is highest (best-of-n); 0 if it is masked."""
     best = max(
         group.scores_GR,
         key=lambda scores: (scores[chooser].value is not None, scores[chooser].value),
     )
-    return best[0].value or 0.0
+    return best[first].value or 0.0
 
 
 def evaluation_figures(table: Table, config: RunConfig) -> Metrics:

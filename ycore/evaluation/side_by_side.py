@@ -6,7 +6,7 @@ kept. Where the interval is above 0 or below it, the models differ by more than 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,19 +30,32 @@ Results = Mapping[int, PromptResult]
 """By row of the dataset."""
 
 
-def read_evaluation(folder: Path, weights: Sequence[float]) -> Results:
-    """Read what `ycore eval` wrote in `completions.jsonl`, with these weights of the rewards."""
+def read_evaluation(
+    folder: Path,
+    weights: Sequence[float],
+    first_of: Callable[[str], int] = lambda _: 0,
+) -> Results:
+    """Read what `ycore eval` wrote in `completions.jsonl`, with these weights of the rewards.
+
+    Args:
+        first_of: returns the index of the reward that says what is right, for a dataset of several.
+    """
     by_row: dict[int, list[Record]] = {}
     with (folder / "completions.jsonl").open(encoding="utf-8") as file:
         for line in file:
             completion = json.loads(line)
             by_row.setdefault(completion["row"], []).append(completion)
-    return {row: _summarise(completions, weights) for row, completions in by_row.items()}
+    return {
+        row: _summarise(completions, weights, first_of(completions[0].get("dataset", "")))
+        for row, completions in by_row.items()
+    }
 
 
-def _summarise(completions: Sequence[Record], weights: Sequence[float]) -> PromptResult:
+def _summarise(
+    completions: Sequence[Record], weights: Sequence[float], first: int
+) -> PromptResult:
     rewards = [completion["rewards"] for completion in completions]
-    num_right = sum((values[0] or 0.0) >= RIGHT_FROM for values in rewards)
+    num_right = sum((values[first] or 0.0) >= RIGHT_FROM for values in rewards)
     return PromptResult(
         reward=mean_of_known(weighted_sum(values, weights) for values in rewards),
         right=num_right / len(completions),

@@ -83,9 +83,10 @@ def print_closing(config: "RunConfig | TuneConfig") -> None:
 def _next_commands(config: "RunConfig | TuneConfig") -> Iterator[str]:
     """Yield what a user does next with the model: talk to it, measure it as the run did, train on own data.
 
-    A measurement is given where its words say all of it: turns, judges' files and arguments are the recipe's.
+    A measurement is given where its words say all of it: turns, and what rewards and sampling have beside their names,
+    are the recipe's.
     """
-    from ycore.config.schema import TuneConfig
+    from ycore.config.schema import RewardConfig, TuneConfig
 
     folder = RunFolder(Path(config.output))
     if isinstance(config, TuneConfig):
@@ -96,7 +97,9 @@ def _next_commands(config: "RunConfig | TuneConfig") -> Iterator[str]:
         return
     yield shlex.join(["ycore", "chat", str(folder.root)])
     rewards = config.eval_rewards or config.rewards
-    in_words = not (config.has_turns or config.few_shot or any(spec.args for spec in rewards))
+    beside = config.changed_sampling or config.trl.get("chat_template_kwargs")
+    beside = beside or config.has_turns or config.few_shot
+    in_words = not beside and all(spec == RewardConfig(reward=spec.reward) for spec in rewards)
     held_out = config.for_evaluation()
     if held_out is None or held_out.mixture or not in_words:
         yield shlex.join(["ycore", "report", str(folder.root)])
@@ -108,6 +111,10 @@ def _next_commands(config: "RunConfig | TuneConfig") -> Iterator[str]:
             words += ["--reward", spec.reward]
         words += ["--num-samples", str(config.num_samples)]
         words += ["--max-tokens", str(config.max_tokens)]
+        columns = {"prompt": config.prompt_column, "answer": config.answer_column}
+        for name, column in columns.items():
+            words += [f"--{name}-column", column] if column is not None else []
+        words += ["--limit", str(held_out.limit)] if held_out.limit is not None else []
         for name, column in config.columns.items():
             words += ["--set", f"columns.{name}={column}"]
         if config.system_prompt is not None:

@@ -334,6 +334,19 @@ def test_evaluations_of_several_models_are_one_group_of_trackers(
     )
 
 
+def test_the_plan_of_an_evaluation_has_no_held_out_rows(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe's `eval_dataset` is measured while its run trains."""
+    rows = f"{place}/train.jsonl"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"{{model: {place}/model, dataset: {rows}, eval_dataset: {rows}, rewards: [length]}}"
+    )
+    assert run(["eval", "--recipe", str(recipe), "--dry-run"]) == 0
+    assert "before the first step" not in capsys.readouterr().out
+
+
 def test_a_model_is_not_compared_with_itself(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

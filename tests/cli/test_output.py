@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ycore_cli.main import run
@@ -86,21 +87,37 @@ def test_equal_figures_are_shown_once(tmp_path: Path) -> None:
     assert rows == [("held out", "reward 0.250 -> 0.750, 95 % interval 0.600 to 0.900")]
 
 
-@pytest.mark.parametrize("has_turns", [False, True])
+@pytest.mark.parametrize(
+    ("more", "is_measured"),
+    [
+        ({}, True),
+        ({"tools": ["tools.py:add"]}, False),
+        ({"eval_rewards": [RewardConfig(reward="exact_answer", weight=0.5)]}, False),
+        ({"eval_rewards": [RewardConfig(reward="math", strip_thinking=True)]}, False),
+        ({"trl": {"temperature": 0.7}}, False),
+        ({"trl": {"chat_template_kwargs": {"enable_thinking": False}}}, False),
+    ],
+)
 def test_the_end_says_what_to_try_next_in_words_to_paste(
-    has_turns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: dict[str, Any],
+    is_measured: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "läufe" / "eins zwei"
-    config = RunConfig(
-        model="m",
-        dataset="train.jsonl",
-        eval_dataset="held out.jsonl",
-        rewards=[RewardConfig(reward="exact_answer")],
-        eval_rewards=[RewardConfig(reward="contains_answer")],
-        system_prompt="Add.",
-        tools=["tools.py:add"] if has_turns else [],
-        output=str(folder),
-    )
+    settings = {
+        "model": "m",
+        "dataset": "train.jsonl",
+        "eval_dataset": "held out.jsonl",
+        "eval_limit": 7,
+        "rewards": [RewardConfig(reward="exact_answer")],
+        "eval_rewards": [RewardConfig(reward="contains_answer")],
+        "system_prompt": "Add.",
+        "prompt_column": "asked",
+        "answer_column": "gold",
+        "output": str(folder),
+    }
+    config = RunConfig.model_validate(settings | more)
     print_closing(config)
     commands = [
         shlex.split(line.removeprefix("try next"))
@@ -109,13 +126,16 @@ def test_the_end_says_what_to_try_next_in_words_to_paste(
     ]
     assert commands[0] == ["ycore", "chat", str(folder)]
     measures = commands[1][:2] == ["ycore", "eval"]
-    assert measures is not has_turns and len(commands) == 3
+    assert measures is is_measured and len(commands) == 3
     if measures:
         words = " ".join(commands[1])
         for part in (
             "--dataset held out.jsonl",
             "--reward contains_answer",
             "--system-prompt Add.",
+            "--prompt-column asked",
+            "--answer-column gold",
+            "--limit 7",
             "--model m",
         ):
             assert part in words

@@ -101,9 +101,13 @@ def _load_prompts(config: RunConfig, *, as_chat: bool) -> PromptSet:
 def _check_evaluation(
     config: RunConfig, prompts: PromptSet, model: ModelPlan
 ) -> dict[str, Any] | None:
-    """Describe the held-out rows and when they are measured; None for a run without any."""
+    """Describe the held-out rows and when they are measured; None for a run without any, and for `ycore eval`."""
     from ycore.evaluation.held_out import check_evaluation
 
+    if (
+        config.algorithm == "eval"
+    ):  # of a training recipe it has `eval_dataset`, and measures `dataset`
+        return None
     check_evaluation(config)
     held_out = config.for_evaluation()
     if held_out is None:

@@ -66,7 +66,7 @@ GOOD: list[tuple[str, tuple[str | int, ...], Any]] = [
     ("dpo --steps 7", ("trl", "max_steps"), 7),
     ("dpo --num-train-epochs 2 --per-device-train-batch-size 3", ("batch", "batch_size"), 3),
     ("kto --undesirable-weight 1.5", ("dataset", "rows"), 36),
-    ("sft --set columns.completion=chosen --packing", ("trl", "packing"), True),
+    ("sft --set columns.completion=chosen --packing --steps 3", ("trl", "packing"), True),
     ("sft --dataset {place}/texts.jsonl", ("dataset", "chat"), False),
     (
         "sft --dataset task:addition?digits=1 --limit 30",
@@ -95,6 +95,17 @@ def test_a_good_line_gives_its_plan(
         value = value[key]
     assert value == expected
     assert not (place / "out").exists()
+
+
+def test_the_epochs_of_packed_rows_are_at_least_their_number(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "sft --set columns.completion=chosen --packing --max-length 64 --batch-size 2 --steps 3"
+    )
+    assert run(line(place, words)) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "epochs or more" in said and "about 128 tokens a step" in said
 
 
 def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -120,6 +120,16 @@ def test_trl_s_own_fields_are_respected_or_refused_with_what_fits() -> None:
         derive_batch(_config(trl=trl), world_size=1, on_cpu=True)
 
 
+def test_packing_needs_its_steps() -> None:
+    """Rows are packed when they are tokens: steps by the number of rows were many epochs more."""
+    rows: dict[str, Any] = {"algorithm": "sft", "model": "m", "dataset": "d", "output": "o"}
+    config = TuneConfig(**rows, trl={"packing": True})
+    with pytest.raises(ConfigError, match=r"the steps of 1 epochs are not known.* --steps N"):
+        derive_tune_batch(config, num_rows=1000, world_size=1, on_cpu=True)
+    config = config.model_copy(update={"steps": 7})
+    assert derive_tune_batch(config, num_rows=1000, world_size=1, on_cpu=True).steps == 7
+
+
 def test_several_optimizer_steps_a_round() -> None:
     plan = derive_batch(
         _config(max_tokens=256, trl={"steps_per_generation": 16}), world_size=1, on_cpu=True

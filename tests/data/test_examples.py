@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image as Pillow
 
 from ycore.config.resolve import resolve
+from ycore.config.schema import TuneConfig
 from ycore.data.cells import Table
 from ycore.data.examples import ExampleSet, hold_out, load_examples, num_overlapping, pair_table
 from ycore.errors import ConfigError, DataError
@@ -349,6 +350,58 @@ def test_who_reads_text_only_refuses_pictures(method: str, tmp_path: Path) -> No
         match=f"row 0 .*has a picture, and ycore {method} reads text only; take ycore sft",
     ):
         load(tmp_path, method, [row])
+
+
+SHOWN = {"prompt": "Which?", "completion": "red", "chosen": "red", "rejected": "blue"}
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("sft", {"tools": [{"name": "look", "parameters": {}}]}),
+        ("sft", {"chat_template_kwargs": {"enable_thinking": False}}),
+        ("dpo", {"tools": [{"name": "look", "parameters": {}}]}),
+    ],
+)
+def test_what_trl_leaves_out_beside_pictures_is_refused(
+    method: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [SHOWN | {"image": picture(tmp_path, "red")}, SHOWN | more]
+    with pytest.raises(DataError, match=f"pictures and the column '{next(iter(more))}'"):
+        load(tmp_path, method, rows)
+    assert load(tmp_path, method, rows[1:]).train  # without pictures they are shown
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "value"),
+    [
+        ("sft", "packing", True),
+        ("sft", "padding_free", True),
+        ("sft", "assistant_only_loss", True),
+        ("dpo", "truncation_mode", "keep_end"),
+        ("dpo", "precompute_ref_log_probs", True),
+    ],
+)
+def test_fields_that_trl_refuses_beside_pictures_are_refused(
+    method: str, field: str, value: Any, tmp_path: Path
+) -> None:
+    """TRL refuses them once the model is loaded."""
+    row = SHOWN | {"image": picture(tmp_path, "red")}
+    with pytest.raises(ConfigError, match=f"{field} is {value}, .* has pictures"):
+        load(tmp_path, method, [row], trl={field: value})
+
+
+def test_held_out_rows_are_seen_as_the_rows_that_are_trained_on(tmp_path: Path) -> None:
+    seen = tmp_path / "seen.jsonl"
+    seen.write_text(json.dumps(SHOWN | {"image": picture(tmp_path, "red")}) + "\n")
+    told = tmp_path / "told.jsonl"
+    told.write_text(json.dumps(SHOWN) + "\n")
+    rows: dict[str, Any] = {"algorithm": "sft", "model": "m", "output": "o"}
+    config = TuneConfig(dataset=str(seen), eval_dataset=str(told), **rows)
+    assert load_examples(config, as_chat=True).held_out[0]["images"] == []
+    config = TuneConfig(dataset=str(told), eval_dataset=str(seen), **rows)
+    with pytest.raises(DataError, match=r"seen.jsonl have pictures, .* hold out other rows"):
+        load_examples(config, as_chat=True)
 
 
 def test_a_picture_beside_plain_text_is_refused(tmp_path: Path) -> None:

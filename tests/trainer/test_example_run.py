@@ -27,7 +27,7 @@ from ycore.run.claim import claim
 from ycore.run.files import RunFolder, read_json, write_json_atomic
 from ycore.run.metrics import is_evaluation, read_metrics
 from ycore.trainer.example_run import ExampleRun
-from ycore.trl.build import build_trainer
+from ycore.trl.build import _rows, build_trainer
 
 PAIRS = [
     {
@@ -135,6 +135,7 @@ def test_it_learns_and_its_model_loads(
     assert (
         after["loss"] < before["loss"] if better == "loss" else after[better] > before[better]
     )
+    assert held_out["rows_too_long"] == 0
     assert list(measured(output)) == [0, 2, 4, 6, 8] and set(
         find_algorithm(method).figures
     ) <= set(after)
@@ -567,6 +568,24 @@ class StopAfter(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self._step - 1:
             self._run.stop.set()
+
+
+def test_too_few_packed_rows_say_so(place: Path, tmp_path: Path) -> None:
+    keys = {"columns": {"text": "chosen"}, "trl": {"packing": True, "max_length": 1024}}
+    with pytest.raises(
+        DataError, match=r"rows are packed into 1 sequences of max_length, 1024"
+    ):
+        opened(place, tmp_path / "run", "sft", **keys, steps=1)
+
+
+def test_rows_with_pictures_keep_their_own_template_arguments(tmp_path: Path) -> None:
+    """Arrow alone would give each row the keys of all, as null: a template takes that for a refusal to think."""
+    rows = [
+        {"prompt": [], "images": [], "chat_template_kwargs": arguments}
+        for arguments in ({"enable_thinking": True}, {})
+    ]
+    made = _rows(rows, RunFolder(tmp_path))
+    assert [row["chat_template_kwargs"] for row in made] == [{"enable_thinking": True}, {}]
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -143,6 +143,8 @@ def _counts(
     """Count steps, epochs and the tokens of a step; of a run with rollouts, also rounds and the prompts they draw."""
     if isinstance(batch, TuneBatch):
         row_tokens = dataset["reading"]["mean_tokens"]
+        if config.trl.get("packing"):
+            row_tokens = batch.max_length or row_tokens
         tokens = batch.batch_size * min(row_tokens, batch.max_length or row_tokens)
         return {"steps": batch.steps, "epochs": batch.epochs, "tokens_per_step": tokens}
     assert isinstance(config, RunConfig)

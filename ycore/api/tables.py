@@ -122,8 +122,13 @@ def _length_rows(plan: Record) -> Rows:
             data += f" = {round(length['epochs'], 1):,g} epochs"
         data += f"; at most {tokens:,} tokens a step, {steps * tokens:,} in all"
     else:
-        data = f"{length['epochs']:g} epochs; about {tokens:,} tokens a step, {steps * tokens:,} in all"
+        data = f"{_epochs(plan, length['epochs'])}; about {tokens:,} tokens a step, {steps * tokens:,} in all"
     return [*rows, ("data", data), *_block("time", _time_lines(length))]
+
+
+def _epochs(plan: Record, number: float) -> str:
+    """Put epochs into words; packed rows are read more often than their number says."""
+    return f"{number:g} epochs{' or more' if plan['config']['trl'].get('packing') else ''}"
 
 
 def _time_lines(length: Record) -> list[str]:
@@ -224,7 +229,7 @@ def _run_in_words(plan: Record) -> str:
         return f"{config['num_samples']} completions of each prompt"
     length = f"{config['steps']} steps"
     if "epochs" in batch:
-        length = f"{batch['steps']} steps, {batch['epochs']:g} epochs,"
+        length = f"{batch['steps']} steps, {_epochs(plan, batch['epochs'])},"
     weights = "every weight"
     if config["lora"] is not None:
         weights = f"LoRA r={config['lora']['r']}"

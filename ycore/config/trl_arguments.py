@@ -158,6 +158,11 @@ def derive_tune_batch(
         size = _micro_batches(total // world_size, most)[0]
     size, accumulation = _split(total // world_size, size, accumulation)
     _check_rows(algorithm, total, size, accumulation, num_rows=num_rows, world_size=world_size)
+    if config.trl.get("packing") and config.steps is None:
+        raise ConfigError(
+            "packing puts several rows into one sequence, and how many is known when they are tokens: the steps of "
+            f"{config.epochs:g} epochs are not known before; say --steps N"
+        )
     steps = config.steps or max(1, math.ceil(config.epochs * num_rows / total))
     return TuneBatch(
         world_size,

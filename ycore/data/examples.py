@@ -137,10 +137,18 @@ def load_examples(
         split = config.eval_split or config.split
         apart = _read_examples(config, name, split, as_chat=as_chat, store=store)
         chance.shuffle(examples)
+        held_out = [*apart.train[: config.held_out]]
+        if whole.shows and not apart.shows:
+            held_out = [{**example, "images": []} for example in held_out]
+        elif apart.shows and not whole.shows:
+            raise DataError(
+                f"the held-out rows of {name} have pictures, and the rows of {config.dataset} have none, so nothing would "
+                "see them; train on pictures too, or hold out other rows"
+            )
         return replace(
             whole,
             train=examples,
-            held_out=apart.train[: config.held_out],
+            held_out=held_out,
             samples={**whole.samples, **apart.samples},
         )
     count = (
@@ -225,6 +233,7 @@ def _read_examples(
             f"no row of {table.name} can be learned from ({', '.join(left_out)}); give another dataset"
         )
     if pictures:
+        _check_shown(config, table, examples)
         for number, example in enumerate(examples):
             for name, content in example.items():
                 example[name] = in_blocks(content) if isinstance(content, list) else content
@@ -352,6 +361,34 @@ def _fill(table: Table, examples: list[Example]) -> None:
         if any(name in example for example in examples):
             for example in examples:
                 example.setdefault(name, default)
+
+
+_NOT_OF_PICTURES = (
+    "packing",
+    "padding_free",
+    "pad_to_multiple_of",
+    "assistant_only_loss",
+    "precompute_ref_log_probs",
+)
+"""Fields that TRL refuses beside pictures, most of them when the model is loaded."""
+
+
+def _check_shown(config: TuneConfig, table: Table, examples: Sequence[Example]) -> None:
+    """DataError or ConfigError for what TRL does not do, or leaves out without a word, where rows have pictures."""
+    lost = TEMPLATE_COLUMNS if config.algorithm == "sft" else ("tools",)
+    for column in lost:
+        if any(example.get(column) for example in examples):
+            raise DataError(
+                f"{table.name} has pictures and the column {column!r}, which TRL's collator of pictures leaves out; "
+                "remove the column, or the pictures"
+            )
+    keeps_end = config.trl.get("truncation_mode") == "keep_end"
+    refused = [name for name in _NOT_OF_PICTURES if config.trl.get(name)]
+    for name in [*refused, *["truncation_mode"] * keeps_end]:
+        raise ConfigError(
+            f"{name} is {config.trl[name]}, and {table.name} has pictures, for which TRL does not have it; leave it out, "
+            "or remove the pictures"
+        )
 
 
 def _images_of(

@@ -65,12 +65,19 @@ class ExampleRun(TrainingRun):
         num_rows = len(self.trainer.train_dataset)
         longest = getattr(self.trainer.args, "max_length", None)
         too_long = len(examples.train) - num_rows
+        if self.config.trl.get("packing"):
+            if num_rows < self.trainer.args.per_device_train_batch_size:
+                raise DataError(
+                    f"{len(examples.train)} rows are packed into {num_rows} sequences of max_length, {longest} tokens, "
+                    "fewer than a micro-batch; lower --max-length, or leave --packing out"
+                )
+            return 0
         if num_rows < self.trainer.args.per_device_train_batch_size:
             raise DataError(
                 f"{too_long} rows do not fit into max_length, {longest} tokens, and {num_rows} are left, fewer "
                 "than a micro-batch; raise --max-length"
             )
-        if too_long > 0 and not self.config.trl.get("packing"):
+        if too_long > 0:
             print(
                 f"{too_long} rows do not fit into max_length, {longest} tokens, and are left out",
                 flush=True,

@@ -188,7 +188,8 @@ def _rows(rows: Sequence[Example], folder: RunFolder) -> Dataset:
         {**row, "images": [str(folder.images / image.sha256) for image in row["images"]]}
         for row in rows
     ]
-    return Dataset.from_list(with_paths).cast_column("images", List(Image(mode="RGB")))
+    shown = Dataset.from_list(with_paths, on_mixed_types="use_json")
+    return shown.cast_column("images", List(Image(mode="RGB")))
 
 
 def vision_modules(model: Path) -> str | None:

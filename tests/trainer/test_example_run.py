@@ -571,11 +571,11 @@ class StopAfter(TrainerCallback):
 
 
 def test_too_few_packed_rows_say_so(place: Path, tmp_path: Path) -> None:
-    keys = {"columns": {"text": "chosen"}, "trl": {"packing": True, "max_length": 1024}}
+    keys = {"columns": {"text": "chosen"}, "trl": {"packing": True, "max_length": 512}}
     with pytest.raises(
-        DataError, match=r"rows are packed into 1 sequences of max_length, 1024"
+        DataError, match=r"8 rows are packed into \d sequences of max_length, 512"
     ):
-        opened(place, tmp_path / "run", "sft", **keys, steps=1)
+        opened(place, tmp_path / "run", "sft", **keys, limit=10, held_out=2, steps=1)
 
 
 def test_rows_with_pictures_keep_their_own_template_arguments(tmp_path: Path) -> None:

@@ -207,6 +207,24 @@ def test_a_mistake_is_the_commands_own(tmp_path: Path, model: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+def test_rows_of_the_datasets_library_have_their_own_keys_alone(tmp_path: Path) -> None:
+    """Arrow gives each object the keys of all, with null."""
+    from datasets import Dataset
+
+    rows = [
+        {"prompt": "?", "tools": [{"name": name, "parameters": {name: {"type": "string"}}}]}
+        for name in ("find", "look")
+    ]
+    settings = {
+        "model": "m",
+        "dataset": Dataset.from_list(rows),
+        "rewards": ["length"],
+        "output": str(tmp_path / "out"),
+    }
+    file = Path(settings_config("grpo", settings).dataset)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == rows
+
+
 def test_a_frame_of_pandas_is_rows(tmp_path: Path, model: Path) -> None:
     frame = pandas.DataFrame({"prompt": ["1 + 1 =", "2 + 2 ="], "answer": [2, 4]})
     config = settings_config(

@@ -14,6 +14,7 @@ from ycore.config.recipe_files import load_benchmark
 from ycore.config.resolve import resolve
 from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, ScoredConfig
 from ycore.config.trl_fields import OWN_DEFAULTS
+from ycore.data.cells import without_nulls
 from ycore.errors import ConfigError
 from ycore.judge.declaration import with_declarations
 from ycore.launch import layout
@@ -176,9 +177,12 @@ def _write_rows(rows: Any, file: Path) -> Path:
     """Write the rows as JSONL into a file that is named by its content too; ConfigError for a row that is not JSON."""
     if hasattr(rows, "iterrows"):  # a frame of pandas is a mapping of columns
         rows = rows.to_dict("records")
+    is_arrow = hasattr(rows, "features")  # of the datasets library
     lines = []
     for number, row in enumerate(rows):
         try:
+            if is_arrow:
+                row = {name: without_nulls(value) for name, value in row.items()}
             lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
         except (TypeError, ValueError) as problem:
             raise ConfigError(

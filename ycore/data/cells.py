@@ -87,14 +87,15 @@ class TableRow:
     def own_cell(self, column: str) -> Any:
         """Return a cell without the keys that only other rows have."""
         value = self.cell(column)
-        return _without_nulls(value) if self.table.fills_keys else value
+        return without_nulls(value) if self.table.fills_keys else value
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """Leave out the keys that Arrow fills in with null, where other rows have them."""
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [without_nulls(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return value
 
 

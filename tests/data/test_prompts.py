@@ -695,3 +695,22 @@ def test_the_picture_of_a_scored_pair_is_seen(in_blocks: bool, tmp_path: Path) -
     prompt = scored_pair(write(tmp_path / "pairs.jsonl", pair))
     assert prompt.content == [{"role": "user", "content": f"{IMAGE_MARK}Which colour?"}]
     assert len(prompt.images) == 1
+
+
+def test_scored_answers_are_single_texts(tmp_path: Path) -> None:
+    """A call has no text, and would be scored as an empty answer."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    pair = {"prompt": [{"role": "user", "content": "?"}], "chosen": turns, "rejected": "No."}
+    with pytest.raises(DataError, match=r"'chosen' calls tools .* row 0 .*write the answer"):
+        scored_pair(write(tmp_path / "pairs.jsonl", pair))
+
+
+def test_the_plan_counts_rows_that_keep_their_own_system_prompt(tmp_path: Path) -> None:
+    said = [{"role": role, "content": text} for role, text in (("system", "A."), ("user", "?"))]
+    rows = [{"messages": said}, {"messages": said[1:]}]
+    prompts = load(write(tmp_path / "rows.jsonl", *rows), system_prompt="B.")
+    assert [prompt.content[0]["content"] for prompt in prompts.prompts] == ["A.", "B."]
+    assert prompts.reading["notes"] == [
+        "1 x rows keep their own system prompt, not --system-prompt"
+    ]

@@ -70,6 +70,9 @@ def sees(prompts, completions, images):
     assert images[0][0].mode == "RGB" and not os.path.exists("secret/run.json")
     return [float(one.getpixel((0, 0))[0]) for (one,) in images]
 
+def counts_pictures(completions, images):
+    return [float(len(pictures)) for pictures in images]
+
 def in_a_chat(prompts, completions):
     return [float(p[-1]["content"] + c[0]["content"]) for p, c in zip(prompts, completions)]
 """
@@ -199,6 +202,11 @@ def test_a_reward_gets_pictures_and_sees_nothing_else_of_the_run(folder: Path) -
             )
 
     assert bounded(run_it()) == [Score(200.0), Score(200.0)]
+
+
+def test_a_prompt_without_pictures_has_none(folder: Path) -> None:
+    """Other rows of the dataset have some, so the reward asks for them."""
+    assert scored(pool_of("counts_pictures"), ["a", "b"]) == [[Score(0.0)], [Score(0.0)]]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from ycore.data.rows import (
 from ycore.data.source import read_table
 from ycore.errors import ConfigError, DataError
 from ycore.run.files import NO_IMAGES, ImageStore
-from ycore.types import Image, JsonObject, Record, in_blocks
+from ycore.types import Content, Image, JsonObject, Record, in_blocks
 
 SIGHTED = ("sft", "dpo")
 """The algorithms whose rows may have pictures."""
@@ -424,7 +424,9 @@ def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Tab
         pair = reader.read(row)
         if isinstance(pair, Row):
             values = {name: row.values[name] for name in columns if name in row.values}
-            answers = {name: last_text(answer) for name, answer in pair.answers.items()}
+            answers = {
+                name: _one_text(answer, name, row) for name, answer in pair.answers.items()
+            }
             blocks = blocks_of(listed_cell(row, reader.prompt_column or "prompt"))
             if pictures := picture_cells(row, blocks):
                 values |= {"image": None, "images": pictures}
@@ -440,6 +442,16 @@ def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Tab
         columns=tuple(dict.fromkeys(("prompt", *columns))),
         lines=table.lines and [table.lines[number] for number in numbers],
     )
+
+
+def _one_text(answer: Content, name: str, row: TableRow) -> str:
+    """Return an answer as the text that is scored; DataError where it is more than that."""
+    if not isinstance(answer, str) and (len(answer) > 1 or answer[0].get("tool_calls")):
+        raise DataError(
+            f"{name!r} calls tools or has several turns in {row.place}, and the answers of scored pairs are texts; "
+            "remove the row, or write the answer as one text"
+        )
+    return last_text(answer)
 
 
 def _labelled(table: Table, examples: list[Example]) -> list[Example]:

@@ -278,6 +278,10 @@ class PromptRows(Sequence[Prompt]):
             return content, images
         if self._system or self._few_shot:
             first = content[:1] if content[0]["role"] == "system" else []
+            if first and self._system and first[0]["content"] != self._system[0]["content"]:
+                self._reader.notes[
+                    "rows keep their own system prompt, not --system-prompt"
+                ] += 1
             content = [*(first or self._system), *self._few_shot, *content[len(first) :]]
         return content, images
 

@@ -127,6 +127,8 @@ def _arguments(source: LoadedReward, request: Record, logged: list[JsonObject]) 
         offered["images"] = [_images(names) for names in offered["images"]]
         if any(isinstance(names, list) for names in request["inputs"]["images"]):
             offered["prompts"] = [in_blocks(prompt) for prompt in offered.get("prompts", ())]
+    elif "images" in source.inputs.required:
+        offered["images"] = [[] for _ in range(request["count"])]  # of a prompt without any
     offered["trainer_state"] = SimpleNamespace(global_step=request["step"])
     offered["log_extra"] = log_extra
     offered["log_metric"] = log_metric

@@ -61,6 +61,7 @@ GOOD: list[tuple[str, tuple[str | int, ...], Any]] = [
     ),
     ("dpo --project sums", ("trl", "project"), "sums"),
     ("dpo --full", ("trl", "learning_rate"), 1e-6),
+    ("dpo --loss-type ipo", ("trl", "loss_type"), ["ipo"]),
     ("dpo --loss-type ipo,sft --beta 0.05", ("trl", "loss_type"), ["ipo", "sft"]),
     ("dpo --epochs 2.5 --batch-size 4", ("batch", "steps"), 12),
     ("dpo --steps 7", ("trl", "max_steps"), 7),
@@ -178,6 +179,13 @@ def test_held_out_rows_that_are_also_trained_on_are_counted_in_a_warning(
 
 
 BAD = [
+    ("dpo --sync-ref-model", "with adapters that is the base, which stays; say --full"),
+    ("dpo --full --sync-ref-model --precompute-ref-log-probs", "leave one of them out"),
+    ("sft --dataset {place}/texts.jsonl --padding-free", "say --packing too, or --max-length"),
+    (
+        "sft --dataset {place}/texts.jsonl --chat-template-path m/other",
+        "m/other, and the rows are texts",
+    ),
     ("sft", "lacks the columns messages"),
     ("reward --dataset {place}/texts.jsonl", "lacks the columns chosen and rejected"),
     ("reward --dataset {place}/empty.jsonl", "is empty; a run needs at least one row"),

@@ -78,6 +78,7 @@ def test_every_class_has_its_own_fields() -> None:
 
 def test_loss_types_are_those_of_the_method() -> None:
     assert coerce(fields_of("DPOConfig")["loss_type"], "ipo,sft") == ["ipo", "sft"]
+    assert coerce(fields_of("DPOConfig")["loss_type"], "ipo") == ["ipo"]
     assert (
         coerce(fields_of("KTOConfig")["loss_type"], "apo_zero_unpaired") == "apo_zero_unpaired"
     )

@@ -130,6 +130,10 @@ def _warnings(plan: Record) -> list[str]:
             f"{overlap} of the {num_held_out} held-out {rows} are also trained on: they do not show what the model "
             "does on others"
         )
+    if path := config["trl"].get("chat_template_path"):
+        lines.append(
+            f"chat_template_path is {path}: TRL trains with it, and rows are shown with the model's own template"
+        )
     if config.get("quantize") and not config["merge"]:
         lines.append(
             "adapters alone are another policy on the model's own weights; --merge saves this one"
@@ -145,6 +149,7 @@ def _check_examples(
         require_chat_template(model)
     if examples.shows:
         require_sight(model, 0)
+    _check_fields(config, is_chat=examples.is_chat)
     if isinstance(config, ExperimentalConfig):
         _check_experimental(config)
     if config.measures_between:
@@ -179,6 +184,25 @@ def _check_examples(
         "reading": rows_read(examples, model, None, num_rows=show_rows),
     }
     return {"contents": examples, "dataset": dataset, "batch": batch}
+
+
+def _check_fields(config: TuneConfig, *, is_chat: bool) -> None:
+    """ConfigError for fields that TRL refuses once the model is loaded, or that would change nothing."""
+    fields = config.trl
+    if fields.get("sync_ref_model") and fields.get("precompute_ref_log_probs"):
+        raise ConfigError(
+            "sync_ref_model moves the reference, and precompute_ref_log_probs asks it once; leave one of them out"
+        )
+    is_alone = fields.get("padding_free") and not fields.get("packing")
+    if config.algorithm == "sft" and is_alone and fields.get("max_length", 1) is not None:
+        raise ConfigError(
+            "padding_free cuts no row to max_length; say --packing too, or --max-length none, or leave it out"
+        )
+    if (path := fields.get("chat_template_path")) and not is_chat:
+        raise ConfigError(
+            f"chat_template_path is {path}, and the rows are texts, as {config.model} has no chat template or they are no "
+            "turns; put the template into the model's folder as chat_template.jinja, or leave it out"
+        )
 
 
 def _check_experimental(config: ExperimentalConfig) -> None:

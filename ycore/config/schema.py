@@ -340,6 +340,11 @@ class BaseConfig(Strict):
             raise ConfigError(
                 "temperature must be greater than 0 where a policy learns from what it samples; it is 0; leave it out"
             )
+        if self.trl.get("sync_ref_model") and self.lora is not None:
+            raise ConfigError(
+                "sync_ref_model moves a reference, and with adapters that is the base, which stays; say --full, or leave "
+                "it out"
+            )
         if self.split != "train":
             _check_split("--split", self.split, self.dataset)
 

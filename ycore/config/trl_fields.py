@@ -118,15 +118,15 @@ def _parse(field: TrlField, text: str) -> Any:
     """The text of a command line as what a YAML file would hold for this field."""
     word = text.lower()
     kinds = field.kinds
+    is_list = "list[str]" in kinds or "list[float]" in kinds
     if text in field.choices:
-        return text
+        return [text] if is_list and "str" not in kinds else text
     if word in ("none", "null", "") and "None" in kinds:
         return None
     if field.is_flag and word in ("true", "yes", "on", "false", "no", "off"):
         return word in ("true", "yes", "on")
     if word in ("true", "false") and field.name in _WORDS_OF_BOOL:
         return word == "true"
-    is_list = "list[str]" in kinds or "list[float]" in kinds
     if ("dict" in kinds and text.startswith("{")) or (is_list and text.startswith("[")):
         with suppress(ValueError, RecursionError):
             return json.loads(text)

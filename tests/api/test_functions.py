@@ -13,6 +13,7 @@ import pytest
 import ycore
 from tests.tiny_model import write_tiny_model
 from ycore.api.run_settings import settings_config
+from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, RunFolderError, UserError
 
 SMALL: dict[str, Any] = {
@@ -205,6 +206,25 @@ def test_a_mistake_is_the_commands_own(tmp_path: Path, model: Path) -> None:
         rows = [{"prompt": "1"}, {"prompt": object()}]
         ycore.grpo(model=str(model), dataset=rows, reward="length", output=str(tmp_path / "x"))
     assert not (tmp_path / "x").exists()
+
+
+def test_several_datasets_may_have_settings_of_their_own(tmp_path: Path) -> None:
+    parts = [
+        {"dataset": "a.jsonl", "share": 0.5, "rewards": ["length"]},
+        {"dataset": "b", "share": 1},
+    ]
+    settings = {
+        "model": "m",
+        "dataset": parts,
+        "rewards": ["length"],
+        "output": str(tmp_path / "o"),
+    }
+    config = settings_config("grpo", settings)
+    assert isinstance(config, RunConfig) and not any(tmp_path.iterdir())
+    assert [(part.dataset, part.share) for part in config.mixture] == [
+        ("a.jsonl", 0.5),
+        ("b", 1),
+    ]
 
 
 def test_rows_of_the_datasets_library_have_their_own_keys_alone(tmp_path: Path) -> None:

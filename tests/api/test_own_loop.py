@@ -9,8 +9,10 @@ from safetensors.torch import load_file
 
 from tests.tiny_model import write_tiny_model
 from ycore import Round, grpo
+from ycore.api.own_loop import RoundGroup, _with_rewards
 from ycore.errors import ConfigError, RunError
 from ycore.run.metrics import read_metrics
+from ycore.types import Completion, Draw, Group, Prompt, Score
 
 SMALL: dict[str, Any] = {
     "engine": "transformers", "dtype": "float32", "prompts_per_step": 2, "group_size": 4, "max_tokens": 8, "steps": 2,
@@ -35,6 +37,17 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def test_rewards_of_ones_own_leave_constraints_their_scores() -> None:
+    """Without them a completion teaches nothing."""
+    completions = tuple(Completion((1,), None, text, "stop", 0) for text in "ab")
+    scored = tuple((Score(value), Score(1 - value)) for value in (1.0, 0.0))
+    group = Group(Draw(0, Prompt(0, "?"), (1,)), completions, scored)
+    item = RoundGroup("?", {}, ("a", "b"), [3.0, None], group)
+    (first, kept), (second, broken) = _with_rewards(item, [2.0, 0.0]).scores_GR
+    assert (first.value, kept.value) == (1.5, 0.0)
+    assert (second.value, broken.value) == (None, 1.0)
 
 
 @pytest.mark.verify

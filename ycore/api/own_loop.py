@@ -175,6 +175,10 @@ class Round:
             raise ConfigError(
                 "a group has no reward at all; call score, or set its rewards yourself"
             )
+        if self.config.has_constraints and not all(group.group.scores_GR for group in groups):
+            raise ConfigError(
+                "a completion whose constraint is not scored teaches nothing; call score, and then set rewards of your own"
+            )
         self._ask_thread([_with_rewards(group, self._weights) for group in groups])
         self.step = self._run.trainer.state.global_step
         return dict(read_metrics(self._run.home.metrics)[-1])
@@ -302,7 +306,10 @@ def _unscored(group: Group) -> RoundGroup:
 
 
 def _with_rewards(item: RoundGroup, weights: Sequence[float]) -> Group:
-    """Return the group with its scores; the user's rewards stand for the first source that has a weight."""
+    """Return the group with its scores; the user's rewards stand for the first source that has a weight.
+
+    Sources without a weight, as constraints are, keep their scores.
+    """
     if item.group.scores_GR and compared_rewards(item.group, weights) == item.rewards:
         return item.group
     if len(item.rewards) != len(item.completions):
@@ -315,8 +322,14 @@ def _with_rewards(item: RoundGroup, weights: Sequence[float]) -> Group:
             "every reward has the weight 0, so yours cannot stand for one; give one a weight"
         )
     scores_GR = []
-    for reward in item.rewards:
-        scores = [Score(None)] * len(weights)
+    nothing = [Score(None)] * len(weights)
+    for reward, known in zip(
+        item.rewards, item.group.scores_GR or [nothing] * len(item.rewards), strict=True
+    ):
+        scores = [
+            Score(None) if weight else score
+            for weight, score in zip(weights, known, strict=True)
+        ]
         if reward is not None:
             scores[source] = Score(reward / weights[source])
         scores_GR.append(tuple(scores))

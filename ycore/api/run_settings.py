@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from ycore.config.presets import find_preset
 from ycore.config.recipe_files import load_benchmark
 from ycore.config.resolve import resolve
-from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, ScoredConfig
+from ycore.config.schema import AnyConfig, BaseConfig, MixturePart, RunConfig, ScoredConfig
 from ycore.config.trl_fields import OWN_DEFAULTS
 from ycore.data.cells import without_nulls
 from ycore.errors import ConfigError
@@ -82,8 +82,8 @@ def _with_files(algorithm: str, settings: Record) -> JsonObject:
     settings = {**settings, "output": str(output)}
     for key in ("dataset", "eval_dataset"):
         rows = settings.get(key)
-        if isinstance(rows, list) and all(isinstance(name, str) for name in rows):
-            continue  # several datasets by their names
+        if isinstance(rows, list) and all(map(_names_dataset, rows)):
+            continue  # several datasets
         if not isinstance(rows, str | None):
             file = output.with_name(f"{output.name}.{key}.jsonl")
             settings[key] = str(_write_rows(settings[key], file))
@@ -92,6 +92,12 @@ def _with_files(algorithm: str, settings: Record) -> JsonObject:
             file = output.with_name(f"{output.name}.{key}.py").absolute()
             settings[key] = _with_names(settings[key], kind, file)
     return keys_of(algorithm, settings)
+
+
+def _names_dataset(item: Any) -> bool:
+    """Tell whether an item of a list is a dataset's name, or one of several with its settings, and no row."""
+    is_part = isinstance(item, Mapping) and item.keys() <= MixturePart.model_fields.keys()
+    return isinstance(item, str) or (is_part and isinstance(item.get("dataset"), str))
 
 
 def keys_of(algorithm: str, settings: Record) -> JsonObject:

@@ -306,6 +306,10 @@ def test_where_every_scored_completion_teaches() -> None:
             "exact_answer is a constraint, and there is no reward to raise beside it",
         ),
         (
+            {"lora": None, "trl": {"sync_ref_model": True}},
+            "sync_ref_model moves the reference of beta, and beta is 0",
+        ),
+        (
             {
                 "constraint": ["format"],
                 "dataset": [{"dataset": "a"}, {"dataset": "b", "rewards": ["exact_answer"]}],

@@ -367,9 +367,30 @@ def test_what_trl_leaves_out_beside_pictures_is_refused(
     method: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     rows = [SHOWN | {"image": picture(tmp_path, "red")}, SHOWN | more]
-    with pytest.raises(DataError, match=f"pictures and the column '{next(iter(more))}'"):
+    with pytest.raises(
+        DataError, match=f"column '{next(iter(more))}', .* collator of pictures"
+    ):
         load(tmp_path, method, rows)
     assert load(tmp_path, method, rows[1:]).train  # without pictures they are shown
+
+
+@pytest.mark.parametrize(
+    ("method", "column"),
+    [
+        ("orpo", "tools"),
+        ("cpo", "tools"),
+        ("sdft", "tools"),
+        ("sdft", "chat_template_kwargs"),
+        ("gold", "tools"),
+    ],
+)
+def test_what_an_experimental_trainer_leaves_out_is_refused(
+    method: str, column: str, tmp_path: Path
+) -> None:
+    values = {"tools": [{"name": "look", "parameters": {}}], "chat_template_kwargs": {"a": 1}}
+    teacher = {"trl": {"teacher_model_name_or_path": "m"}} if method == "gold" else {}
+    with pytest.raises(DataError, match=f"column '{column}', .* trainer of ycore {method} "):
+        load(tmp_path, method, [SHOWN | {column: values[column]}], **teacher)
 
 
 @pytest.mark.parametrize(

@@ -625,6 +625,11 @@ class RunConfig(ScoredConfig, RowSettings):
 
     def check(self) -> None:
         super().check()
+        fields = self.algorithm_row.trl_defaults | self.trl
+        if fields.get("sync_ref_model") and not fields.get("beta"):
+            raise ConfigError(
+                "sync_ref_model moves the reference of beta, and beta is 0; say --beta 0.04, or leave sync_ref_model out"
+            )
         _check_split("--eval-split", self.eval_split, self.eval_dataset)
         if NO_ENVIRONMENT in self.environments:
             raise ConfigError(

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ycore.config.schema import TuneConfig
+from ycore.config.schema import ExperimentalConfig, TuneConfig
 from ycore.data.cells import (
     Table,
     TableRow,
@@ -232,6 +232,9 @@ def _read_examples(
         raise DataError(
             f"no row of {table.name} can be learned from ({', '.join(left_out)}); give another dataset"
         )
+    if isinstance(config, ExperimentalConfig):
+        lost = TEMPLATE_COLUMNS if config.writes else ("tools",)
+        _refuse_lost(table, examples, lost, by=f"trainer of ycore {config.algorithm}")
     if pictures:
         _check_shown(config, table, examples)
         for number, example in enumerate(examples):
@@ -376,12 +379,7 @@ _NOT_OF_PICTURES = (
 def _check_shown(config: TuneConfig, table: Table, examples: Sequence[Example]) -> None:
     """DataError or ConfigError for what TRL does not do, or leaves out without a word, where rows have pictures."""
     lost = TEMPLATE_COLUMNS if config.algorithm == "sft" else ("tools",)
-    for column in lost:
-        if any(example.get(column) for example in examples):
-            raise DataError(
-                f"{table.name} has pictures and the column {column!r}, which TRL's collator of pictures leaves out; "
-                "remove the column, or the pictures"
-            )
+    _refuse_lost(table, examples, lost, by="collator of pictures")
     keeps_end = config.trl.get("truncation_mode") == "keep_end"
     refused = [name for name in _NOT_OF_PICTURES if config.trl.get(name)]
     for name in [*refused, *["truncation_mode"] * keeps_end]:
@@ -389,6 +387,17 @@ def _check_shown(config: TuneConfig, table: Table, examples: Sequence[Example]) 
             f"{name} is {config.trl[name]}, and {table.name} has pictures, for which TRL does not have it; leave it out, "
             "or remove the pictures"
         )
+
+
+def _refuse_lost(
+    table: Table, examples: Sequence[Example], columns: Sequence[str], *, by: str
+) -> None:
+    for column in columns:
+        if any(example.get(column) for example in examples):
+            raise DataError(
+                f"{table.name} has the column {column!r}, which TRL's {by} leaves out, and the model would learn answers "
+                "without it; remove the column, or take another command"
+            )
 
 
 def _images_of(

@@ -204,6 +204,17 @@ def test_a_card_says_what_it_is_and_how_it_was_made(run: Path) -> None:
     assert "runs/sums" not in card and "engine" not in card, "what is only about the machine"
 
 
+def test_the_card_of_the_best_model_has_its_own_figures(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    summary["best"] = {**summary["held_out"]["after"], "step": 8, "pass@1": 0.875}
+    (run / "summary.json").write_text(json.dumps(summary))
+    (run / "best").mkdir()
+    (run / "best" / "config.json").write_text("{}")
+    with trained.staged(run, best=True, merged=False, repo="me/sums") as folder:
+        card = (folder / "README.md").read_text()
+    assert "| pass@1 | 0.250 | 0.875 |" in card
+
+
 def test_a_card_holds_no_folder_of_the_machine(run: Path) -> None:
     recorded = json.loads((run / "run.json").read_text())
     recorded["command"] = [

@@ -301,7 +301,12 @@ def staged(run: Path, *, best: bool, merged: bool, repo: str) -> Iterator[Path]:
                 json.dumps(read_json(path) | {"base_model_name_or_path": base}, indent=2)
             )
         about = card(
-            run, repo=repo, base=base, adapter=is_adapter(folder), has_curve=curve.is_file()
+            run,
+            repo=repo,
+            base=base,
+            adapter=is_adapter(folder),
+            has_curve=curve.is_file(),
+            best=best,
         )
         (folder / "README.md").write_text(about, encoding="utf-8")
         yield folder
@@ -313,7 +318,15 @@ def _base_id(run: RunFolder) -> str | None:
     return hub_id(stored_config(run)["model"], Path(loaded))
 
 
-def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bool) -> str:
+def card(
+    run: Path,
+    *,
+    repo: str,
+    base: str | None,
+    adapter: bool,
+    has_curve: bool,
+    best: bool = False,
+) -> str:
     """Write the model card: the model, how to use it, how it was trained, its evaluation."""
     import yaml
 
@@ -343,7 +356,7 @@ def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bo
         f"# {repo.rpartition('/')[2]}",
         f"`{base or Path(config['model']).name}` trained with {method} on `{topic(config)}`{by}, by ycore.",
         "![the run's curve](curve.png)" if has_curve else "",
-        _measured(summary),
+        _measured(summary, best=best),
         f"## Use\n\n```sh\n{printable(shlex.join(['ycore', 'chat', repo, *system_option]))}\n```",
         f"## How it was trained\n\n```sh\n{printable(shlex.join(command))}\n```"
         if command
@@ -358,18 +371,19 @@ def _without_folder(word: str) -> str:
     return re.sub(r"(^|[:=])(~|/(?!/))([^/]*/)*", r"\1", word)
 
 
-def _measured(summary: Mapping[str, Any]) -> str:
+def _measured(summary: Mapping[str, Any], *, best: bool) -> str:
     """Write the evaluation on held-out rows as a table; the training reward where there was none."""
     ends = summary.get("held_out") or {}
     rows = []
-    for name, after in (ends.get("after") or {}).items():
+    figures = summary.get("best") if best else ends.get("after")
+    for name, after in (figures or {}).items():
         before = ends["before"].get(name)
         if isinstance(before, float) and not name.endswith(("/low", "/high")):
             rows.append(f"| {name} | {before:.3f} | {after:.3f} |")
     if rows:
         head = "| on held-out rows | before | after |\n|---|---|---|"
         return "## Evaluation\n\n" + "\n".join([head, *rows])
-    if summary.get("reward_last") is None:
+    if best or summary.get("reward_last") is None:
         return ""
     return f"The training reward went from {summary['reward_first']:.3f} to {summary['reward_last']:.3f}."
 

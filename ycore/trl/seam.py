@@ -294,7 +294,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         """TRL calls it to run the reward functions, and gathers all ranks' rewards: ycore returns the round's."""
         rewards = [reward_values(sequence.scores) for sequence in self._round]
         self._rewards = gather(torch.tensor(rewards, device=self.accelerator.device).float())
-        return self._rewards
+        # TRL would take the sum for 0 where only rewards of weight 0 scored.
+        is_unscored = self._weighted_sums(self._rewards).isnan()
+        return self._rewards.masked_fill(is_unscored.unsqueeze(1), torch.nan)
 
     def _replaced_advantages(self, batch: Batch) -> dict[str, Tensor]:
         """Return what replaces TRL's advantages in the batch, and what else the loss needs; nothing keeps TRL's."""

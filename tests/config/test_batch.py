@@ -233,3 +233,17 @@ def test_impossible_sizes_name_what_works(
 
 def test_ktos_micro_batch_is_never_one() -> None:
     assert sizes(resolved("kto")).per_device_train_batch_size >= 2
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_micro_batches_of_pairs_hold_whole_groups(on_cpu: bool) -> None:
+    """Also where a group is more than the usual tokens of a micro-batch."""
+    options = {"algorithm": "online-dpo", "model": "m", "output": "o", "dataset": "d"}
+    options |= {"rewards": ["exact_answer"], "max_tokens": 8192}
+    config: Any = resolve(options=options)
+    assert derive_batch(config, world_size=1, on_cpu=on_cpu).per_device_train_batch_size == 8
+    config = resolve(options={**options, "trl": {"per_device_train_batch_size": 4}})
+    with pytest.raises(
+        ConfigError, match="it is 4, and a group 8; say --per-device-train-batch-size 8"
+    ):
+        derive_batch(config, world_size=1, on_cpu=on_cpu)

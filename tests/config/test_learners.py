@@ -258,6 +258,55 @@ def test_where_every_scored_completion_teaches() -> None:
             "and this is cispo; leave it out",
         ),
         (
+            {"trust_region": "icepop", "preset": "gspo"},
+            "importance_sampling_level=sequence gives a completion's tokens one weight; leave",
+        ),
+        (
+            {"algorithm": "ppo", "divergence": "js", "trl": {"beta": 0.1}},
+            "kl_in=reward puts the reverse KL into the reward; leave --divergence out",
+        ),
+        (
+            {"loss": "a.py:f", "divergence": "js", "trl": {"beta": 0.1}},
+            "in whose place is --loss a.py:f, which gets ref_logprobs; leave",
+        ),
+        (
+            {"preset": "gmpo", "sampling": {"max_staleness": 2}},
+            "--max-staleness 2 trains on tokens of older versions, for which the loss gmpo",
+        ),
+        ({"preset": "gmpo", "sampling": {"oversample": 1.5}}, "--oversample 1.5 trains on"),
+        ({"preset": "gmpo", "sampling": {"reuse": 0.25}}, "sampling.reuse 0.25 trains on"),
+        (
+            {"preset": "gmpo", "trl": {"entropy_coef": 0.1}},
+            "entropy_coef is 0.1, and the loss gmpo does not read it; leave it out",
+        ),
+        (
+            {"algorithm": "online-dpo", "trl": {"entropy_coef": 0.1}},
+            "entropy_coef is 0.1, and the loss dpo does not read it; leave it out",
+        ),
+        (
+            {"trl": {"sync_ref_model": True, "beta": 0.1}},
+            "adapters have none but their base, which stays; take --full, or leave it out",
+        ),
+        ({"lora": None, "trl": {"sync_ref_model": True}}, "beta is 0, and there is none; say"),
+        (
+            {"lora": None, "accelerate": "zero3", "trl": {"sync_ref_model": True, "beta": 0.1}},
+            "zero3 cuts up what a checkpoint must hold whole; take --accelerate zero2",
+        ),
+        *(
+            (
+                {**keys, "trl": {"multi_objective_aggregation": "normalize_then_sum"}},
+                "is of TRL's own advantages, and here ycore computes them; leave it out",
+            )
+            for keys in (
+                {"advantage": "rloo"},
+                {"algorithm": "ppo"},
+                {"algorithm": "online-dpo"},
+                {"algorithm": "distill", "rewards": ["teacher:m"]},
+                {"rewards": ["exact_answer", {"reward": "format", "constraint": True}]},
+                {"dataset": [{"dataset": "a.jsonl", "advantage": "rloo"}, "b.jsonl"]},
+            )
+        ),
+        (
             {"sampling": {"curriculum": True}, "group_size": 1, "advantage": "remax"},
             "here every completion does; leave it",
         ),

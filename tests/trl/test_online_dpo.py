@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tests.tiny_model import write_tiny_model
 from tests.trl.small_trainer import small_trainer
-from ycore.errors import ConfigError
 from ycore.trl.online_dpo import (
     Trainer,
     best_and_worst,
@@ -181,10 +180,16 @@ def test_at_the_start_the_loss_is_log_two(model: Path, tmp_path: Path) -> None:
     assert float(loss) == pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_a_micro_batch_holds_whole_groups(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="per_device_train_batch_size 2 does not hold whole groups of 4; say"
-    ):
-        made(
-            model, tmp_path, "dpo", per_device_train_batch_size=2, gradient_accumulation_steps=6
-        )
+@pytest.mark.parametrize(
+    "setting", [{"loss_type": "bnpo"}, {"top_entropy_quantile": 0.5}, {"entropy_coef": 0.01}]
+)
+def test_options_of_another_loss_leave_groups_whole(
+    model: Path, tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    """Losses that depend on who shares a micro-batch have random ones, in which a pair would be of two prompts."""
+    trainer = made(model, tmp_path, "dpo", **setting)
+    trainer.model.train()
+    trainer._prepare_inputs([{"prompt": "tick"}] * 12)
+    dealt = [batch["totals"].nan_to_num(-1).tolist() for batch in trainer._buffered_inputs]
+    groups = [[-1.0 if score is None else score for score in scores] for scores in SCORES]
+    assert sorted(dealt) == sorted(groups)

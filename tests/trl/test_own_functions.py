@@ -392,3 +392,13 @@ def test_a_run_with_files_of_ones_own_and_its_resume(
     refused = capfd.readouterr().err
     assert re.search(r"\(advantage \S+mine\.py:early: .*--accept-changes", refused)
     assert ycore([*again, "--accept-changes"]) == 0
+
+
+def test_a_loss_is_tried_without_the_reference_that_the_reward_takes(tmp_path: Path) -> None:
+    """With `kl_in=reward` a step gives none, and the run would end in its first one."""
+    file = tmp_path / "mine.py"
+    file.write_text("def loss(logprobs, ref_logprobs):\n    return logprobs - ref_logprobs\n")
+    settings = {"loss": f"{file}:loss", "trl": {"beta": 0.1}}
+    check(**settings)
+    with pytest.raises(ConfigError, match=r"mine.py:2 raised TypeError"):
+        check(**settings, advantage="reinforce++", kl_in="reward")

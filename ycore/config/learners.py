@@ -34,6 +34,8 @@ _COMPARING_ADVANTAGES = tuple(
 _CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 _PROMPT_AVERAGED_LOSSES = ("dapo", "cispo")
 _COMPLETION_LOSSES = ("gmpo", "vespo", "luspo")
+_CLIPS = ("clip", "clip-completion")
+_ENTROPY_TERMS = ("entropy_coef", "use_adaptive_entropy")
 
 
 class PolicyGradientConfig(RunConfig):
@@ -79,6 +81,24 @@ class PolicyGradientConfig(RunConfig):
             raise ConfigError(
                 f"--trust-region {self.trust_region} needs --divergence reverse-kl, and it is {self.divergence}; leave "
                 "one of them out"
+            )
+        if self.divergence != "reverse-kl" and getattr(self, "kl_in", "loss") == "reward":
+            raise ConfigError(
+                f"--divergence {self.divergence} is a term of the loss, and kl_in=reward puts the reverse KL into the "
+                "reward; leave --divergence out, or say --set kl_in=loss"
+            )
+        if self.divergence != "reverse-kl" and self.loss is not None:
+            raise ConfigError(
+                f"--divergence {self.divergence} is a term of TRL's losses, in whose place is --loss {self.loss}, which "
+                "gets ref_logprobs; leave one of them out"
+            )
+        if (
+            self.trust_region not in _CLIPS
+            and self.trl.get("importance_sampling_level", "token") != "token"
+        ):
+            raise ConfigError(
+                f"--trust-region {self.trust_region} leaves out tokens, and importance_sampling_level="
+                f"{self.trl['importance_sampling_level']} gives a completion's tokens one weight; leave one of them out"
             )
         if self.trust_region != "clip" and self.loss_name not in _CLIPPED_LOSSES:
             raise ConfigError(
@@ -148,7 +168,7 @@ class GroupConfig(AdvantageConfig):
 
     @property
     def uses_trl_advantages(self) -> bool:
-        return super().uses_trl_advantages and self.loss_from == "grpo"
+        return super().uses_trl_advantages and not self.dataset_advantages
 
     @property
     def loss_name(self) -> str:
@@ -176,6 +196,7 @@ class GroupConfig(AdvantageConfig):
                 "others of its group; it is 1; e.g. --group-size 8, or --advantage reinforce++, or ycore ppo"
             )
         self._check_constraints()
+        self._check_gmpo()
         if self.kl_in == "reward" and self.advantage != TOKEN_ADVANTAGE:
             raise ConfigError(
                 f"kl_in=reward needs advantages by token, and advantage {self.advantage} has one a completion; "
@@ -188,6 +209,23 @@ class GroupConfig(AdvantageConfig):
             )
         if self.advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE):
             self.check_token_advantages(f"--advantage {self.advantage}")
+
+    def _check_gmpo(self) -> None:
+        """Refuse what TRL's trainer of this loss does not read."""
+        if self.loss_name != "gmpo":
+            return
+        sampling = self.sampling
+        for name, value in {
+            "--max-staleness": sampling.max_staleness,
+            "--oversample": sampling.oversample - 1 and sampling.oversample,
+            "sampling.reuse": sampling.reuse,
+        }.items():
+            if value:
+                raise ConfigError(
+                    f"{name} {value:g} trains on tokens of older versions, for which the loss gmpo does not correct; "
+                    "leave it out, or take another loss, e.g. --preset gspo"
+                )
+        refuse_unread(self, "gmpo", *_ENTROPY_TERMS, "delta", "off_policy_mask_threshold")
 
     def _check_constraints(self) -> None:
         constraints = check_constraints(self)
@@ -277,6 +315,10 @@ class DistillConfig(AdvantageConfig):
     distill: DistillSettings = DistillSettings()
 
     @property
+    def uses_trl_advantages(self) -> bool:
+        return False
+
+    @property
     def teaches_alone(self) -> bool:
         return True
 
@@ -351,6 +393,8 @@ class OnlineDPOConfig(RunConfig):
     # The loss, which compares the best and the worst completion of a group, or all of them (rrhf).
     loss_from: Literal["dpo", "ipo", "rrhf"] = "dpo"
 
+    pairs_completions: ClassVar = True
+
     def check(self) -> None:
         super().check()
         refuse_dataset_advantages(self)
@@ -366,6 +410,16 @@ class OnlineDPOConfig(RunConfig):
         if self.loss_from != "rrhf" and not beta > 0:
             raise ConfigError(f"the loss {self.loss_from} needs beta above 0; say --beta 0.1")
         check_constraints(self)
+        refuse_unread(self, self.loss_from, *_ENTROPY_TERMS)
+
+
+def refuse_unread(config: RunConfig, loss: str, *names: str) -> None:
+    """Refuse TRL's fields of these names, which the loss does not read."""
+    for name in names:
+        if config.trl.get(name):
+            raise ConfigError(
+                f"{name} is {config.trl[name]}, and the loss {loss} does not read it; leave it out, or take another loss"
+            )
 
 
 def refuse_dataset_advantages(config: RunConfig) -> None:

@@ -483,6 +483,8 @@ class RunConfig(ScoredConfig, RowSettings):
     num_samples: Positive = 4  # completions of each prompt that is evaluated
 
     has_critic: ClassVar = False
+    pairs_completions: ClassVar = False
+    """Whether the loss compares completions of a group, so that micro-batches hold whole groups."""
 
     @property
     def has_turns(self) -> bool:
@@ -649,6 +651,8 @@ class RunConfig(ScoredConfig, RowSettings):
                 "stream; give --max-staleness 2 or more without --deterministic, or leave it out"
             )
         self._check_drafts()
+        if self.algorithm != "eval":
+            self._check_trl_parts()
         if self.sampling.curriculum and self.teaches_alone:
             raise ConfigError(
                 "--curriculum learns which groups teach, and here every completion does; leave it out, or take ycore "
@@ -671,6 +675,27 @@ class RunConfig(ScoredConfig, RowSettings):
                 raise ConfigError(
                     f"{key} is {value!r}, and without {option} nothing reads it; give {option}, or leave it out"
                 )
+
+    def _check_trl_parts(self) -> None:
+        """Refuse what TRL's trainer would refuse after the engines' start, or this run would never read."""
+        if self.trl.get("sync_ref_model"):
+            rule = None
+            if self.lora is not None:
+                rule = "adapters have none but their base, which stays; take --full"
+            elif not self.trl.get("beta"):
+                rule = "beta is 0, and there is none; say --beta 0.04"
+            elif self.accelerate in SHARDS_WEIGHTS:
+                rule = f"{self.accelerate} cuts up what a checkpoint must hold whole; take --accelerate zero2"
+            if rule is not None:
+                raise ConfigError(
+                    f"sync_ref_model moves the reference, and {rule}, or leave it out"
+                )
+        normalizes = self.trl.get("multi_objective_aggregation") == "normalize_then_sum"
+        if normalizes and (self.has_constraints or not self.uses_trl_advantages):
+            raise ConfigError(
+                "multi_objective_aggregation=normalize_then_sum is of TRL's own advantages, and here ycore computes them; "
+                "leave it out, or take ycore grpo without --constraint and with --advantage group for all datasets"
+            )
 
     def _check_mixture(self) -> None:
         measured = self.for_evaluation()

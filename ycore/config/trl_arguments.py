@@ -95,6 +95,12 @@ def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPl
     local = prompts // world_size * config.group_size
     size = micro_batch_sizes(config, world_size=world_size, on_cpu=on_cpu)[0]
     size, accumulation = _split(local, size, config.trl.get("gradient_accumulation_steps"))
+    if config.pairs_completions and size % config.group_size:
+        raise ConfigError(
+            f"per_device_train_batch_size must hold whole groups, whose completions {config.algorithm} compares within one "
+            f"micro-batch; it is {size}, and a group {config.group_size}; "
+            f"say --per-device-train-batch-size {config.group_size}, or --group-size 2"
+        )
     if size * accumulation != local:
         raise ConfigError(
             f"per_device_train_batch_size * gradient_accumulation_steps must be the completions of a step on a rank; "
@@ -127,7 +133,10 @@ def micro_batch_sizes(config: RunConfig, *, world_size: int, on_cpu: bool) -> li
     if size is not None or accumulation is not None:
         return [_split(local, size, accumulation)[0]]
     budget = _token_budget(on_cpu) // config.max_tokens
-    return _micro_batches(local, budget, group=config.group_size)
+    group = config.group_size
+    if config.pairs_completions:
+        return [size * group for size in _micro_batches(local // group, budget // group)]
+    return _micro_batches(local, budget, group=group)
 
 
 def derive_tune_batch(

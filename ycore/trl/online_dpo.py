@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ycore.config.learners import OnlineDPOConfig
-from ycore.errors import ConfigError
 from ycore.scoring.group_rewards import TOLERANCE
 from ycore.trl.batches import Batch, loss_mask
 from ycore.trl.policy_gradient import PolicyGradientTrainer
@@ -29,16 +28,12 @@ class Trainer(PolicyGradientTrainer):
         likelihood: weight of the best completion's mean log-probability (CODPO, eq. 14).
     """
 
+    deals_groups = True
+
     def __init__(self, *args: Any, kind: str, likelihood: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kind = kind
         self._likelihood = likelihood
-        if self.args.per_device_train_batch_size % self.num_generations:
-            raise ConfigError(
-                "the completions of a group are compared within one micro-batch, and per_device_train_batch_size "
-                f"{self.args.per_device_train_batch_size} does not hold whole groups of {self.num_generations}; "
-                f"say --per-device-train-batch-size {self.num_generations}, or --group-size 2"
-            )
 
     @classmethod
     def settings_of(cls, config: OnlineDPOConfig, model: Path) -> dict[str, Any]:

@@ -70,6 +70,7 @@ class PolicyGradientTrainer(SeamGRPOTrainer):
         self._dataset_advantages = dataset_advantages
         self._weights = torch.empty(0)
         self._kl_in_reward = kl_in == "reward" and self.beta != 0.0
+        self.deals_groups |= "loss" in self._functions
         if self._kl_in_reward or "loss" in self._functions:
             self.skips_equal_rewards = False
 

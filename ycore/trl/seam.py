@@ -91,6 +91,9 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     num_logged = 0
     """Completions of a round of which `logged_completions` keeps the rows."""
 
+    deals_groups = False
+    """Whether micro-batches hold whole groups, whatever the loss's name says."""
+
     more_outputs: Sequence[str] = ()
     """Outputs of the loss's forward beside TRL's, which the model gives in calls with `with_more=True`."""
 
@@ -377,7 +380,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         """The batch in the order of its micro-batches."""
         # Losses that depend on who shares a micro-batch keep TRL's own random ones.
         depends_on_batch = self.loss_type == "bnpo" or self.top_entropy_quantile < 1.0
-        if depends_on_batch or self._entropy_bonus_enabled:
+        if (depends_on_batch or self._entropy_bonus_enabled) and not self.deals_groups:
             shuffled: Batch = shuffle_sequence_dict(batch)
             return shuffled
         args = self.args

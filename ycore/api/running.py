@@ -4,11 +4,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ycore.api.planning import run_length
-from ycore.api.rollout_checks import check_rollouts
+from ycore.api.rollout_checks import check_replayed, check_rollouts
 from ycore.api.run_settings import changed_settings, main_settings
 from ycore.api.shown_rows import reading_warnings, rows_read
-from ycore.config.algorithms import FAMILIES, load_reference
-from ycore.config.resolve import check_needs
+from ycore.config.algorithms import FAMILIES, find_entry, load_reference
+from ycore.config.resolve import check_needs, require_rollouts
 from ycore.config.schema import (
     TEACHER_MODEL,
     AnyConfig,
@@ -234,6 +234,9 @@ def training_plan(
         if config.replay is not None:
             replayed = RunFolder(Path(config.replay).expanduser())
             check_replay(replayed.root, replayed.journal)
+            stored = stored_config(replayed)
+            before = find_entry(stored["algorithm"]).config.model_validate(stored)
+            check_replayed(config, require_rollouts(before))
     return plan
 
 

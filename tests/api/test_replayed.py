@@ -1,0 +1,67 @@
+"""A replay learns from what the other run's rounds have: scores, greedy completions, rewards of turns, weights."""
+
+from typing import Any
+
+import pytest
+
+from ycore.api.rollout_checks import check_replayed
+from ycore.config.resolve import resolve
+from ycore.errors import ConfigError
+
+FORMAT = {"reward": "format", "constraint": True}
+LAGRANGIAN = {"rewards": ["exact_answer", FORMAT], "constraints": {"by": "lagrangian"}}
+TEACHER = {"algorithm": "distill", "rewards": ["teacher:m"]}
+
+
+def config(**options: Any) -> Any:
+    base = {"algorithm": "grpo", "model": "m", "dataset": "d", "output": "o"}
+    rewards = ["exact_answer"]
+    return resolve(options={**base, "rewards": rewards, "replay": "runs/kept", **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"advantage": "rloo", "trl": {"loss_type": "dr_grpo"}},
+        {"rewards": [{"reward": "exact_answer", "weight": 0.5}]},
+        {"algorithm": "ppo"},
+    ],
+)
+def test_the_same_scores_teach_another_way(options: dict[str, Any]) -> None:
+    check_replayed(config(**options), config())
+    check_replayed(config(**LAGRANGIAN), config(**LAGRANGIAN))
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "rule"),
+    [
+        ({"rewards": ["contains_answer"]}, {}, "has the scores of exact_answer with its own"),
+        (
+            {"preset": "dapo"},
+            {},
+            "leave --reward, --constraint, --teacher and --preset dapo out",
+        ),
+        ({"advantage": "remax"}, {}, "--advantage remax learns from what is written with the"),
+        (
+            {"advantage": "turn", "env": ["a.py:A"]},
+            {"env": ["a.py:A"]},
+            "--advantage turn learns",
+        ),
+        (
+            LAGRANGIAN,
+            {"rewards": LAGRANGIAN["rewards"]},
+            "constraints.by=lagrangian learns from",
+        ),
+        (
+            TEACHER,
+            {**TEACHER, "distill": {"divergence": "js"}},
+            "distill.divergence=sampled learns",
+        ),
+    ],
+)
+def test_what_the_rounds_lack_is_refused(
+    options: dict[str, Any], before: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        check_replayed(config(**options), config(**before))

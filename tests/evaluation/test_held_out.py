@@ -26,6 +26,7 @@ from ycore.evaluation.held_out import (
     why_stop,
 )
 from ycore.rewards.answers import final_answer
+from ycore.rollout.turns import TurnMeter
 from ycore.round.sampling import LEAST, AcceptanceRate, DrawSource, Shard, num_to_draw
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -117,9 +118,11 @@ def test_each_dataset_of_several_has_figures_of_its_own(rank: int, tmp_path: Pat
         draws=draws,
         run_round=run_round,
         scoring=SimpleNamespace(meters=[]),
+        writer=SimpleNamespace(meters=[meter := TurnMeter(calls=3)]),
         rules=SimpleNamespace(max_in_flight=1),
     )
     figures = evaluate_policy(controller, 3, step=0, config=settings)
+    assert meter.calls == 0, "the next step would count its tools' calls"
     assert measured == (["sums.jsonl", "talk.jsonl"] if rank == 0 else ["sums.jsonl"])
     assert figures["reward"] == pytest.approx(3 / 11)
     assert figures["sums.jsonl/reward"] == pytest.approx(3 / 8)

@@ -10,6 +10,7 @@ import pytest
 from tests.scripted_teacher import teacher_at
 from tests.tiny_model import write_tiny_model
 from ycore.config.learners import DistillConfig
+from ycore.config.resolve import resolve
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
 from ycore.engine.commands import engine_command, engine_environment
@@ -446,3 +447,27 @@ def test_a_teacher_at_an_address_reads_as_the_policy_or_is_refused_before_anythi
 def test_a_teacher_that_cannot_be_read(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         with_declarations(config_of(spec))
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        "similarity",
+        judge("a", mode="pairwise"),
+        judge("a", mode="groupwise", verdict={"kind": "ranking"}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"algorithm": "ppo", "group_size": 1}, "a group, and group_size is 1; take another"),
+        ({"advantage": "remax"}, "--advantage remax scores a prompt's greedy completion alone"),
+    ],
+)
+def test_a_reward_that_compares_a_group_scores_no_completion_alone(
+    reward: Any, settings: dict[str, Any], rule: str
+) -> None:
+    options = {"algorithm": "grpo", "model": "m", "dataset": "d", "output": "o"}
+    config: Any = resolve(options={**options, "rewards": [reward], **settings})
+    with pytest.raises(ConfigError, match=rule):
+        check_models(with_declarations(config), engine=VLLM)

@@ -705,6 +705,13 @@ class RunConfig(ScoredConfig, RowSettings):
                 raise ConfigError(
                     f"the datasets of a run are told apart by their names, and they are {', '.join(names)}; rename one"
                 )
+        for name, left_out in self.unscored.items():
+            for index in left_out:
+                if self.rewards[index].constraint and self.algorithm != "eval":
+                    raise ConfigError(
+                        f"{self.rewards[index].reward} is a constraint, without whose score no completion teaches, and the "
+                        f"dataset {name} leaves it out of its rewards; name it there, or leave --constraint out"
+                    )
         rewards = [reward.reward for reward in self.rewards]
         environments = [*self.environments, NO_ENVIRONMENT]
         for part in self.mixture:

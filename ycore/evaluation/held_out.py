@@ -88,7 +88,7 @@ def evaluate_policy(
     table = np.zeros((num_prompts, len(figure_names(config)) + len(_EXTRAS), 2))
     for group in groups:
         table[group.draw.position] = _count_group(group, config)
-    for meter in controller.scoring.meters:
+    for meter in (*controller.scoring.meters, *controller.writer.meters):
         meter.take()  # not the next step's
     total = controller.peers.add_up(table.ravel().tolist())
     table = np.array(total).reshape(table.shape)

@@ -168,6 +168,13 @@ class JudgeScorer(Scorer):
         return f"asks {model}, which reads text only; name a model that sees"
 
     @classmethod
+    def compares(cls, spec: RewardConfig) -> bool:
+        judge = judge_of(spec)
+        return judge.mode == "groupwise" or (
+            judge.mode == "pairwise" and judge.against == "sibling"
+        )
+
+    @classmethod
     def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> Scorer:
         judge = judge_of(spec)
         name = context.names[source]
@@ -206,7 +213,7 @@ class JudgeScorer(Scorer):
     async def score(self, group: PendingGroup) -> list[Score]:
         if self.judge.mode == "groupwise":
             return await self._rank(group)
-        if self.judge.mode == "pairwise" and self.judge.against != "reference":
+        if self.judge.mode == "pairwise" and self.judge.against == "sibling":
             return await self._compare_siblings(group)
         return await super().score(group)
 

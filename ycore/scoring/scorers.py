@@ -129,7 +129,18 @@ def check_rows(config: RunConfig, prompts: PromptSet) -> None:
 def check_models(config: RunConfig, *, engine: EngineKind) -> list[str]:
     """Return a line for each model that scores; nothing is started. UserError where one cannot score this run."""
     lines = []
+    alone = None
+    if config.algorithm != "eval":
+        if config.needs_greedy_baseline:
+            alone = "--advantage remax scores a prompt's greedy completion alone"
+        elif config.group_size == 1:
+            alone = "group_size is 1"
     for spec in config.rewards:
+        if alone and scorer_class(spec).compares(spec):
+            raise ConfigError(
+                f"{spec.reward} compares the completions of a group, and {alone}; take another reward, or --group-size 8 "
+                "and another advantage"
+            )
         lines += scorer_class(spec).check_models(spec, config, engine=engine)
     return lines
 

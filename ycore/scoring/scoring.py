@@ -31,6 +31,7 @@ from ycore.models.names import ModelPlan, resolve_model
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slots import SlotLease, Slots
 from ycore.rewards.answers import without_thinking
+from ycore.rewards.builtin import similarity
 from ycore.rewards.loading import IN_THINKING, Inputs
 from ycore.rewards.worker_client import RewardWorker, check_reward, reward_confinement
 from ycore.run.files import NO_IMAGES, ImageStore, RunFolder
@@ -191,6 +192,11 @@ class Scorer:
     def image_problem(cls, spec: RewardConfig, config: RunConfig) -> str | None:
         """Return why the reward cannot be used for prompts with images; None where it can."""
         return "reads text only"
+
+    @classmethod
+    def compares(cls, spec: RewardConfig) -> bool:
+        """Return whether a completion's score is its place among those of its group."""
+        return False
 
     @classmethod
     def build(cls, spec: RewardConfig, source: int, context: ScorerContext) -> "Scorer":
@@ -465,6 +471,10 @@ class RuleScorer(Scorer):
     @classmethod
     def image_problem(cls, spec: RewardConfig, config: RunConfig) -> str | None:
         return None
+
+    @classmethod
+    def compares(cls, spec: RewardConfig) -> bool:
+        return spec.reward == similarity.__name__
 
     async def start(self, *, timeout_s: float) -> None:
         await self.pool.start()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ycore.api.rollout_checks import check_replayed
+from ycore.api.running import check_replayed
 from ycore.config.resolve import resolve
 from ycore.errors import ConfigError
 

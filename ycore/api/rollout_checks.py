@@ -21,7 +21,6 @@ from ycore.models.names import (
     require_sight,
 )
 from ycore.rewards.builtin import ENVIRONMENT, REFERENCE
-from ycore.run.secrets import redact
 from ycore.sandbox.level import choose_level
 from ycore.scoring.scorers import (
     check_images,
@@ -123,40 +122,6 @@ def _check_evaluation(
         "every": config.eval_every or a_fifth(config.steps),
         "overlap": num_overlapping(_inputs(rows), _inputs(prompts)),
     }
-
-
-def check_replayed(config: RunConfig, before: RunConfig) -> None:
-    """ConfigError where the rounds that the settings `before` wrote have not what this run learns from.
-
-    Args:
-        before: with secrets hidden.
-    """
-    keys = {"reward", "args", "strip_thinking", "range"}
-    given, kept = (
-        [redact(reward.model_dump(include=keys)) for reward in run.rewards]
-        for run in (config, before)
-    )
-    if given != kept:
-        names = ", ".join(reward.reward for reward in before.rewards)
-        raise ConfigError(
-            f"--replay calls no reward again, and {config.replay} has the scores of {names} with its own arguments; leave "
-            "--reward, --constraint, --teacher and --preset dapo out"
-        )
-    lacks = {
-        "--advantage remax": config.needs_greedy_baseline and not before.needs_greedy_baseline,
-        "--advantage turn": config.pays_turns and not before.pays_turns,
-        "constraints.by=lagrangian": _learns_weights(config) and not _learns_weights(before),
-        "distill.divergence=sampled": before.teaches_exactly and not config.teaches_exactly,
-    }
-    for option, is_lacking in lacks.items():
-        if is_lacking:
-            raise ConfigError(
-                f"{option} learns from what is written with the rounds, and {config.replay} was without it; leave it out"
-            )
-
-
-def _learns_weights(config: RunConfig) -> bool:
-    return config.has_constraints and config.constraints.by == "lagrangian"
 
 
 def _inputs(prompts: PromptSet) -> list[list[Any]]:

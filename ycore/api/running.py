@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ycore.api.planning import run_length
-from ycore.api.rollout_checks import check_replayed, check_rollouts
+from ycore.api.rollout_checks import check_rollouts
 from ycore.api.run_settings import changed_settings, main_settings
 from ycore.api.shown_rows import reading_warnings, rows_read
 from ycore.config.algorithms import FAMILIES, find_entry, load_reference
@@ -238,6 +238,40 @@ def training_plan(
             before = find_entry(stored["algorithm"]).config.model_validate(stored)
             check_replayed(config, require_rollouts(before))
     return plan
+
+
+def check_replayed(config: RunConfig, before: RunConfig) -> None:
+    """ConfigError where the rounds that the settings `before` wrote have not what this run learns from.
+
+    Args:
+        before: with secrets hidden.
+    """
+    keys = {"reward", "args", "strip_thinking", "range"}
+    given, kept = (
+        [redact(reward.model_dump(include=keys)) for reward in run.rewards]
+        for run in (config, before)
+    )
+    if given != kept:
+        names = ", ".join(reward.reward for reward in before.rewards)
+        raise ConfigError(
+            f"--replay calls no reward again, and {config.replay} has the scores of {names} with its own arguments; leave "
+            "--reward, --constraint, --teacher and --preset dapo out"
+        )
+    lacks = {
+        "--advantage remax": config.needs_greedy_baseline and not before.needs_greedy_baseline,
+        "--advantage turn": config.pays_turns and not before.pays_turns,
+        "constraints.by=lagrangian": _learns_weights(config) and not _learns_weights(before),
+        "distill.divergence=sampled": before.teaches_exactly and not config.teaches_exactly,
+    }
+    for option, is_lacking in lacks.items():
+        if is_lacking:
+            raise ConfigError(
+                f"{option} learns from what is written with the rounds, and {config.replay} was without it; leave it out"
+            )
+
+
+def _learns_weights(config: RunConfig) -> bool:
+    return config.has_constraints and config.constraints.by == "lagrangian"
 
 
 def can_go_on(folder: RunFolder, *, for_longer: bool) -> bool:

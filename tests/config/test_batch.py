@@ -247,3 +247,11 @@ def test_micro_batches_of_pairs_hold_whole_groups(on_cpu: bool) -> None:
         ConfigError, match="it is 4, and a group 8; say --per-device-train-batch-size 8"
     ):
         derive_batch(config, world_size=1, on_cpu=on_cpu)
+
+
+def test_a_round_of_one_completion_is_refused() -> None:
+    """TRL's config takes no groups of one, and the trainer would end with its error."""
+    alone = {"prompts_per_step": 1, "group_size": 1}
+    with pytest.raises(ConfigError, match="it is 1 prompt x 1 completion"):
+        derive_batch(_config(**alone), world_size=1, on_cpu=True)
+    derive_batch(_config(**alone, trl={"steps_per_generation": 2}), world_size=1, on_cpu=True)

@@ -291,6 +291,15 @@ def test_where_every_scored_completion_teaches() -> None:
             "entropy_coef is 0.1, and the loss dpo does not read it; leave it out",
         ),
         (
+            {
+                "algorithm": "distill",
+                "rewards": ["teacher:m"],
+                "distill": {"divergence": "js"},
+                "trl": {"entropy_coef": 0.1},
+            },
+            "entropy_coef is 0.1, and the loss of distill.divergence=js does not read it; leave",
+        ),
+        (
             {"trl": {"sync_ref_model": True, "beta": 0.1}},
             "adapters have none but their base, which stays; take --full, or leave it out",
         ),

@@ -47,11 +47,21 @@ def test_groups_of_eight(right: int, chance: float) -> None:
 
 
 def test_a_lesson_is_of_the_scored_completions() -> None:
-    assert stats_of([1.0, None, 0.0]) == (0.5, 0.5)
-    assert stats_of([1.0, None]) is None
-    assert stats_of([0.3, 0.1 + 0.2]) == (0.0, pytest.approx(0.3)), (
+    assert stats_of([1.0, None, 0.0], teaches=True) == (0.5, 0.5)
+    assert stats_of([1.0, None], teaches=False) is None
+    assert stats_of([0.3, 0.1 + 0.2], teaches=False) == (0.0, pytest.approx(0.3)), (
         "rewards that differ by dust are the same"
     )
+
+
+def test_a_prompt_that_teaches_by_more_than_its_totals_is_neither_rare_nor_solved() -> None:
+    """By rewards of turns, by each reward normalized alone, or against a greedy completion."""
+    curriculum = Curriculum(seed=0)
+    for _ in range(4):
+        stats = stats_of([1.0, 1.0], teaches=True)
+        assert stats == (1.0, 1.0)
+        curriculum.learn([(0, *stats)])
+    assert curriculum.num_dropped == 0 and curriculum.weight(0) == pytest.approx(1.0)
 
 
 def test_what_taught_nothing_comes_seldom_and_what_taught_comes_often() -> None:

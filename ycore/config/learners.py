@@ -381,6 +381,8 @@ class DistillConfig(AdvantageConfig):
                 f"distill.divergence={name} reads a whole output layer, which {self.accelerate} shards; "
                 "take --accelerate zero2 or ddp, or leave it out"
             )
+        if self.teaches_exactly:
+            refuse_unread(self, f"of distill.divergence={name}", *_ENTROPY_TERMS)
         if self.teaches_exactly and self.loss_average == "prompts":
             raise ConfigError(
                 f"distill.divergence={name} is a mean over tokens; leave loss_average=prompts out"

@@ -114,6 +114,11 @@ def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPl
             f"optimizer steps; they are {per_generation} and {accumulation}; e.g. "
             f"{_multiples(per_generation, accumulation)}"
         )
+    if size * per_generation * world_size == 1:
+        raise ConfigError(
+            "a round must be 2 completions or more, as TRL counts them; it is 1 prompt x 1 completion; "
+            "e.g. --prompts-per-step 8"
+        )
     return BatchPlan(
         world_size=world_size,
         on_cpu=on_cpu,

@@ -151,10 +151,15 @@ def _rate(prompt: Prompt, column: str) -> float:
     return float(value)
 
 
-def stats_of(totals_G: Sequence[float | None]) -> tuple[float, float] | None:
-    """A group's chance and mean reward, from its completions' rewards; None where fewer than two have one."""
+def stats_of(totals_G: Sequence[float | None], *, teaches: bool) -> tuple[float, float] | None:
+    """A group's chance and mean reward, from its completions' rewards; None where fewer than two have one.
+
+    Where they are equal, one that teaches by more (turns, each reward alone, a greedy baseline) has the chance 1.
+    """
     known = without_none(totals_G)
-    return (chance_of(known), sum(known) / len(known)) if len(known) > 1 else None
+    if len(known) < 2:
+        return None
+    return chance_of(known) or float(teaches), sum(known) / len(known)
 
 
 MEMORY = 0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count

@@ -245,7 +245,8 @@ class Controller:
             greedy_scores_R=tuple(baseline[0][0]) if baseline else None,
         )
         compared = compared_rewards(group, rules.reward_weights, rules.constraints)
-        return Finished(group, rules.can_teach(group), stats_of(compared))
+        teaches = rules.can_teach(group)
+        return Finished(group, teaches, stats_of(compared, teaches=teaches))
 
     async def complete(
         self, start: GroupStart, index: int, *, greedy: bool = False

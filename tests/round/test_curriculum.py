@@ -7,17 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.config.schema import SamplingSettings
+from ycore.config.schema import ConstraintSettings, SamplingSettings
 from ycore.errors import DataError
 from ycore.round.sampling import (
     Curriculum,
     DrawSource,
+    Rules,
     Shard,
     chance_of,
     guesses_from,
     stats_of,
 )
-from ycore.types import Prompt
+from ycore.scoring.group_rewards import Constraint, Constraints
+from ycore.types import Completion, Draw, Group, Prompt, Score
 
 LEAST = 0.1
 SCORED_GROUPS = st.lists(
@@ -52,6 +54,22 @@ def test_a_lesson_is_of_the_scored_completions() -> None:
     assert stats_of([0.3, 0.1 + 0.2], teaches=False) == (0.0, pytest.approx(0.3)), (
         "rewards that differ by dust are the same"
     )
+
+
+def test_a_gate_of_constraints_solves_no_prompt() -> None:
+    """It makes 0.5 of equal rewards, whatever they are: prompts of which all answers were wrong were dropped as solved."""
+    constraint = Constraint(1, "format", least=1.0, limit=0.05)
+    rules = Rules(2, 0, (1.0, 0.0), constraints=Constraints([constraint], ConstraintSettings()))
+    curriculum = Curriculum(seed=0)
+    completion = Completion((1,), None, "", "stop", 0)
+    # row 0 is right, row 1 wrong, and row 2 right in a form that breaks the constraint
+    for row, scores in enumerate([(1.0, 1.0), (0.0, 1.0), (1.0, 0.0)]):
+        of_one = tuple(map(Score, scores))
+        group = Group(Draw(row, Prompt(row, "x"), (1,)), (completion,) * 2, (of_one,) * 2)
+        stats = rules.stats_of(group, teaches=rules.can_teach(group))
+        assert stats == (0.0, float(row == 0))
+        curriculum.learn([(row, *stats)] * 3)
+    assert [curriculum.weight(row) > 0 for row in range(3)] == [False, True, True]
 
 
 def test_a_prompt_that_teaches_by_more_than_its_totals_is_neither_rare_nor_solved() -> None:

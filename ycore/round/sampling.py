@@ -151,15 +151,24 @@ def _rate(prompt: Prompt, column: str) -> float:
     return float(value)
 
 
-def stats_of(totals_G: Sequence[float | None], *, teaches: bool) -> tuple[float, float] | None:
-    """A group's chance and mean reward, from its completions' rewards; None where fewer than two have one.
+def stats_of(
+    totals_G: Sequence[float | None],
+    rewards_G: Sequence[float | None] | None = None,
+    *,
+    teaches: bool,
+) -> tuple[float, float] | None:
+    """A group's chance, from its completions' rewards, and their mean; None where fewer than two have one.
 
     Where they are equal, one that teaches by more (turns, each reward alone, a greedy baseline) has the chance 1.
+
+    Args:
+        rewards_G: Those whose mean counts, where they are others.
     """
     known = without_none(totals_G)
     if len(known) < 2:
         return None
-    return chance_of(known) or float(teaches), sum(known) / len(known)
+    means = known if rewards_G is None else without_none(rewards_G)
+    return chance_of(known) or float(teaches), fmean(means)
 
 
 MEMORY = 0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count
@@ -273,6 +282,18 @@ class Rules:
             constraints=self.constraints,
             normalizes_each=self.normalizes_each,
         )
+
+    def stats_of(self, group: Group, *, teaches: bool) -> tuple[float, float] | None:
+        """Return what a group tells of its prompt. The constraints' gate makes 0.5 the mean of right and of wrong alike: of
+        what passes it the reward itself counts, and 0 for the rest."""
+        gated_G = compared_rewards(group, self.reward_weights, self.constraints)
+        rewards_G = None
+        if self.constraints is not None and self.constraints.by == "gate":
+            totals_G = compared_rewards(group, self.reward_weights)
+            rewards_G = [
+                gated and total for gated, total in zip(gated_G, totals_G, strict=True)
+            ]
+        return stats_of(gated_G, rewards_G, teaches=teaches)
 
 
 @dataclass

@@ -31,11 +31,9 @@ from ycore.round.sampling import (
     Quota,
     ReuseBuffer,
     Rules,
-    stats_of,
 )
 from ycore.run.tasks import ending, next_finished, together
 from ycore.run.trace import EVALUATION, ROUND, SYNC
-from ycore.scoring.group_rewards import compared_rewards
 from ycore.scoring.scoring import PendingGroup, Scoring
 from ycore.types import Completion, Draw, Finished, Group, JsonObject, Metrics, Prompt, Record
 
@@ -244,9 +242,8 @@ class Controller:
             tuple(map(tuple, scores_GR)),
             greedy_scores_R=tuple(baseline[0][0]) if baseline else None,
         )
-        compared = compared_rewards(group, rules.reward_weights, rules.constraints)
         teaches = rules.can_teach(group)
-        return Finished(group, teaches, stats_of(compared, teaches=teaches))
+        return Finished(group, teaches, rules.stats_of(group, teaches=teaches))
 
     async def complete(
         self, start: GroupStart, index: int, *, greedy: bool = False

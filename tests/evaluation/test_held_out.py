@@ -425,6 +425,14 @@ def test_the_report_has_both_ends_and_the_best() -> None:
             "give it as a reward too, with weight 0",
         ),
         ({"eval_dataset": "t", "replay": "runs/a"}, "starts none"),
+        (
+            {"stop_when": ["nothing-to-learn:3"], "trl": {"beta": 0.1}},
+            "without a gradient, and with beta 0.1 each has one; take no-gain:N or seconds:N",
+        ),
+        (
+            {"stop_when": ["nothing-to-learn:3"], "algorithm": "ppo"},
+            "without a gradient, and with ycore ppo each has one",
+        ),
     ],
 )
 def test_what_an_evaluation_cannot_have_is_refused_by_name(

@@ -1,5 +1,6 @@
 """CGPO: rewards under constraints, by tables worked out by hand, and in the trainers of advantages and of pairs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,29 @@ def test_the_pair_in_the_trainer(model: Path, tmp_path: Path) -> None:
     ]
     mean = logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).mean()
     assert float(loss) == pytest.approx(0.693147 - 0.1 * mean.item(), abs=1e-5)
+
+
+def test_what_reaches_a_constraint_exactly_keeps_it_whatever_its_reward(tmp_path: Path) -> None:
+    """0.9 is less than 0.9 in float32, and a sigmoid of -100 is 0, which is what breaks a constraint."""
+
+    class FarApart(Rounds):
+        def next_round(self, *, step: int, num_groups: int) -> list[Group]:
+            (group,) = super().next_round(step=step, num_groups=num_groups)
+            scores = [(100.0, 0.9), (-100.0, 0.9), (0.0, 0.8)] * 2
+            return [replace(group, scores_GR=tuple(tuple(map(Score, row)) for row in scores))]
+
+    held = Constraints([Constraint(1, "format", 0.9, 0.1)], ConstraintSettings())
+    trainer = small_trainer(
+        OnlineDPOTrainer,
+        write_tiny_model(tmp_path / "model"),
+        tmp_path,
+        FarApart(),
+        rewards=("mine", "format"),
+        trainer_args={"kind": "dpo", "constraints": held},
+        reward_weights=[1.0, 0.0],
+        beta=0.1,
+        num_generations=6,
+        per_device_train_batch_size=6,
+    )
+    batch = trainer._generate_and_score_completions([{"prompt": "tick"}] * 6)
+    assert batch["kept"].tolist() == [1.0, 1.0, 0.0] * 2

@@ -21,6 +21,9 @@ TOLERANCE = 1e-6
 _TRL_EPSILON = 1e-4
 """TRL adds this to a standard deviation before it divides."""
 
+_LEAST_KEPT = 1e-30
+"""The gated reward of what breaks no constraint, where its sigmoid would be 0."""
+
 Rewards = Sequence[float | None]
 
 
@@ -35,7 +38,8 @@ class Constraint(NamedTuple):
     def is_broken(self, rewards_R: Rewards) -> bool | None:
         """None where it could not be scored."""
         value = rewards_R[self.source]
-        return None if value is None else value < self.least
+        # The trainer's rewards are in float32.
+        return None if value is None else value < self.least - TOLERANCE * max(1, abs(value))
 
 
 def constraints_of(config: RunConfig) -> list[Constraint]:
@@ -100,7 +104,7 @@ class Constraints:
             elif None in broken:
                 rewards_G.append(None)
             elif self.by == "gate":
-                rewards_G.append((1 + math.tanh((total - baseline) / 2)) / 2)
+                rewards_G.append((1 + math.tanh((total - baseline) / 2)) / 2 or _LEAST_KEPT)
             else:
                 weights = zip(self.weights, broken, strict=True)
                 rewards_G.append(

@@ -309,3 +309,10 @@ def test_the_names_are_there_without_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["False", *ESTIMATORS, "reinforce++", "turn"]
+
+
+def test_raft_has_no_best_among_sums_that_differ_by_dust() -> None:
+    """0.1 + 0.2 is not 0.3: one completion of an equal group was trained on with the advantage 1."""
+    rewards = torch.tensor([[0.5, 0.5 + 1e-7, 0.5], [0.5, 1.0, 1.0 + 1e-7]])
+    advantages = ESTIMATORS["raft"](rewards, torch.ones(2, 3, dtype=torch.bool))
+    assert advantages.tolist() == [[0.0, 0.0, 0.0], [0.0, 0.5, 0.5]]

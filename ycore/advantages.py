@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 EPSILON = 1e-4
 """Added to every standard deviation: TRL's constant."""
 
+TOLERANCE = 1e-6
+"""Rewards nearer than this count as equal: sums of floats are seldom equal to the bit."""
+
 TOKEN_ADVANTAGE = "reinforce++"
 """REINFORCE++ has an advantage for each token, which `ycore.trl.grpo` computes."""
 
@@ -144,7 +147,8 @@ def raft(rewards_PG: "Tensor", mask_PG: "Tensor") -> "Tensor":
     """
     highest = rewards_PG.where(mask_PG, -math.inf).amax(dim=1, keepdim=True)
     lowest = rewards_PG.where(mask_PG, math.inf).amin(dim=1, keepdim=True)
-    best = (mask_PG & (rewards_PG == highest) & (highest > lowest)).double()
+    differ = highest - lowest > TOLERANCE
+    best = (mask_PG & (highest - rewards_PG <= TOLERANCE) & differ).double()
     return best / best.sum(dim=1, keepdim=True).clamp(min=1)
 
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ycore.advantages import TOLERANCE
 from ycore.config.schema import ConstraintSettings, RewardConfig, RunConfig, SamplingSettings
 from ycore.scoring.group_rewards import (
-    TOLERANCE,
     Constraint,
     Constraints,
     can_teach,

@@ -12,13 +12,13 @@ from dataclasses import KW_ONLY, asdict, astuple, dataclass, field, replace
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple, Self
 
+from ycore.advantages import TOLERANCE
 from ycore.config.schema import RunConfig, SamplingSettings
 from ycore.data.prompts import row_at
 from ycore.errors import DataError, ModelError
 from ycore.models.model_facts import facts_of
 from ycore.round.peers import Counts, Peers
 from ycore.scoring.group_rewards import (
-    TOLERANCE,
     Constraints,
     can_teach,
     compared_rewards,

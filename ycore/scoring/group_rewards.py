@@ -9,6 +9,7 @@ from itertools import zip_longest
 from statistics import fmean, pstdev, stdev
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from ycore.advantages import TOLERANCE
 from ycore.config.schema import ConstraintSettings, RunConfig, ScoredConfig
 from ycore.rewards.loading import reward_names
 from ycore.types import Group, Score
@@ -16,8 +17,6 @@ from ycore.types import Group, Score
 if TYPE_CHECKING:
     from torch import Tensor
 
-TOLERANCE = 1e-6
-"""Rewards nearer than this count as equal: sums of floats are seldom equal to the bit."""
 _TRL_EPSILON = 1e-4
 """TRL adds this to a standard deviation before it divides."""
 

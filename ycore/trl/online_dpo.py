@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ycore.advantages import TOLERANCE
 from ycore.config.learners import OnlineDPOConfig
-from ycore.scoring.group_rewards import TOLERANCE
 from ycore.trl.batches import Batch, loss_mask
 from ycore.trl.policy_gradient import PolicyGradientTrainer
 

@@ -301,12 +301,12 @@ def test_where_every_scored_completion_teaches() -> None:
         ),
         (
             {"trl": {"sync_ref_model": True, "beta": 0.1}},
-            "adapters have none but their base, which stays; take --full, or leave it out",
+            "with adapters that is the base, which stays; say --full, or leave it out",
         ),
-        ({"lora": None, "trl": {"sync_ref_model": True}}, "beta is 0, and there is none; say"),
+        ({"lora": None, "trl": {"sync_ref_model": True}}, "without beta there is none; say"),
         (
             {"lora": None, "accelerate": "zero3", "trl": {"sync_ref_model": True, "beta": 0.1}},
-            "zero3 cuts up what a checkpoint must hold whole; take --accelerate zero2",
+            "zero3 cuts up what a checkpoint must hold whole; say --accelerate zero2",
         ),
         *(
             (
@@ -372,7 +372,7 @@ def test_where_every_scored_completion_teaches() -> None:
         ),
         (
             {"lora": None, "trl": {"sync_ref_model": True}},
-            "sync_ref_model moves the reference of beta, and beta is 0",
+            "without beta there is none",
         ),
         (
             {

@@ -340,13 +340,25 @@ class BaseConfig(Strict):
             raise ConfigError(
                 "temperature must be greater than 0 where a policy learns from what it samples; it is 0; leave it out"
             )
-        if self.trl.get("sync_ref_model") and self.lora is not None:
-            raise ConfigError(
-                "sync_ref_model moves a reference, and with adapters that is the base, which stays; say --full, or leave "
-                "it out"
-            )
+        if self.trl.get("sync_ref_model") and self.algorithm != "eval":
+            self._check_moving_reference()
         if self.split != "train":
             _check_split("--split", self.split, self.dataset)
+
+    def _check_moving_reference(self) -> None:
+        """Refuse early what TRL's trainers refuse of `sync_ref_model` once the model is loaded."""
+        beta = (self.algorithm_row.trl_defaults | self.trl).get("beta")
+        rule = None
+        if self.lora is not None:
+            rule = "with adapters that is the base, which stays; say --full"
+        elif not beta and isinstance(self, RunConfig):
+            rule = "without beta there is none; say --beta 0.04"
+        elif self.accelerate in SHARDS_WEIGHTS:
+            rule = f"{self.accelerate} cuts up what a checkpoint must hold whole; say --accelerate zero2"
+        if rule is not None:
+            raise ConfigError(
+                f"sync_ref_model moves the reference, and {rule}, or leave it out"
+            )
 
     @property
     def code_files(self) -> dict[str, str]:
@@ -627,11 +639,6 @@ class RunConfig(ScoredConfig, RowSettings):
 
     def check(self) -> None:
         super().check()
-        fields = self.algorithm_row.trl_defaults | self.trl
-        if fields.get("sync_ref_model") and not fields.get("beta"):
-            raise ConfigError(
-                "sync_ref_model moves the reference of beta, and beta is 0; say --beta 0.04, or leave sync_ref_model out"
-            )
         _check_split("--eval-split", self.eval_split, self.eval_dataset)
         if NO_ENVIRONMENT in self.environments:
             raise ConfigError(
@@ -652,7 +659,7 @@ class RunConfig(ScoredConfig, RowSettings):
             )
         self._check_drafts()
         if self.algorithm != "eval":
-            self._check_trl_parts()
+            self._check_aggregation()
         if self.sampling.curriculum and self.teaches_alone:
             raise ConfigError(
                 "--curriculum learns which groups teach, and here every completion does; leave it out, or take ycore "
@@ -676,20 +683,7 @@ class RunConfig(ScoredConfig, RowSettings):
                     f"{key} is {value!r}, and without {option} nothing reads it; give {option}, or leave it out"
                 )
 
-    def _check_trl_parts(self) -> None:
-        """Refuse what TRL's trainer would refuse after the engines' start, or this run would never read."""
-        if self.trl.get("sync_ref_model"):
-            rule = None
-            if self.lora is not None:
-                rule = "adapters have none but their base, which stays; take --full"
-            elif not self.trl.get("beta"):
-                rule = "beta is 0, and there is none; say --beta 0.04"
-            elif self.accelerate in SHARDS_WEIGHTS:
-                rule = f"{self.accelerate} cuts up what a checkpoint must hold whole; take --accelerate zero2"
-            if rule is not None:
-                raise ConfigError(
-                    f"sync_ref_model moves the reference, and {rule}, or leave it out"
-                )
+    def _check_aggregation(self) -> None:
         normalizes = self.trl.get("multi_objective_aggregation") == "normalize_then_sum"
         if normalizes and (self.has_constraints or not self.uses_trl_advantages):
             raise ConfigError(
@@ -705,13 +699,6 @@ class RunConfig(ScoredConfig, RowSettings):
                 raise ConfigError(
                     f"the datasets of a run are told apart by their names, and they are {', '.join(names)}; rename one"
                 )
-        for name, left_out in self.unscored.items():
-            for index in left_out:
-                if self.rewards[index].constraint and self.algorithm != "eval":
-                    raise ConfigError(
-                        f"{self.rewards[index].reward} is a constraint, without whose score no completion teaches, and the "
-                        f"dataset {name} leaves it out of its rewards; name it there, or leave --constraint out"
-                    )
         rewards = [reward.reward for reward in self.rewards]
         environments = [*self.environments, NO_ENVIRONMENT]
         for part in self.mixture:

@@ -273,13 +273,6 @@ def test_where_every_scored_completion_teaches() -> None:
             {"preset": "gmpo", "sampling": {"max_staleness": 2}},
             "--max-staleness 2 trains on tokens of older versions, for which the loss gmpo",
         ),
-        (
-            {
-                "dataset": [{"dataset": "a", "rewards": ["exact_answer"]}, "b"],
-                "rewards": ["exact_answer", {"reward": "format", "constraint": True}],
-            },
-            "the dataset a leaves it out of its rewards; name it there, or leave",
-        ),
         ({"preset": "gmpo", "sampling": {"oversample": 1.5}}, "--oversample 1.5 trains on"),
         ({"preset": "gmpo", "sampling": {"reuse": 0.25}}, "sampling.reuse 0.25 trains on"),
         (
@@ -369,10 +362,6 @@ def test_where_every_scored_completion_teaches() -> None:
         (
             {"constraint": ["exact_answer"]},
             "exact_answer is a constraint, and there is no reward to raise beside it",
-        ),
-        (
-            {"lora": None, "trl": {"sync_ref_model": True}},
-            "without beta there is none",
         ),
         (
             {

@@ -714,3 +714,13 @@ def test_the_plan_counts_rows_that_keep_their_own_system_prompt(tmp_path: Path) 
     assert prompts.reading["notes"] == [
         "1 x rows keep their own system prompt, not --system-prompt"
     ]
+
+
+def test_a_reward_of_scored_pairs_gets_the_columns_that_their_questions_say(
+    tmp_path: Path,
+) -> None:
+    said = {"system": "Be kind.", "history": [["Hi", "Hello"]]}
+    pair = {"prompt": "How?", "chosen": "Fine.", "rejected": "Bad."} | said
+    prompt = scored_pair(write(tmp_path / "pairs.jsonl", pair))
+    assert said.items() <= prompt.columns.items()
+    assert len(prompt.content) == 4, "and the question says them once"

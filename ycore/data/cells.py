@@ -29,6 +29,7 @@ class Table:
         lines: The line of each row in its file.
         folder: Where relative paths of pictures begin; None where a row may name no file (a dataset of the hub).
         fills_keys: The objects of a column all have the same keys, with null where a row lacks one, as in Arrow.
+        joined: Columns that the column `prompt` says too.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Table:
     lines: Sequence[int] | None = None
     folder: Path | None = None
     fills_keys: bool = False
+    joined: tuple[str, ...] = ()
 
     def row(self, number: int) -> "TableRow":
         return TableRow(self.rows[number], self, number)

@@ -424,22 +424,19 @@ def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Tab
     """Return the pairs with `prompt`, `chosen` and `rejected` as texts; DataError where none is left."""
     _require_pairs(table)
     reader = RowReader(table, RowNeeds("pairs", as_chat, prompt_column))
-    # A `prompt` holds them already.
     joined = (*SYSTEM_COLUMNS, "history") if prompt_column in (None, "prompt") else ()
-    columns = [name for name in table.columns if name not in joined]
     rows = []
     numbers = []
     for row in table:
         pair = reader.read(row)
         if isinstance(pair, Row):
-            values = {name: row.values[name] for name in columns if name in row.values}
             answers = {
                 name: _one_text(answer, name, row) for name, answer in pair.answers.items()
             }
             blocks = blocks_of(listed_cell(row, reader.prompt_column or "prompt"))
-            if pictures := picture_cells(row, blocks):
-                values |= {"image": None, "images": pictures}
-            rows.append({**values, "prompt": pair.question, **answers})
+            pictures = picture_cells(row, blocks)
+            shown = {"image": None, "images": pictures} if pictures else {}
+            rows.append({**row.values, **shown, "prompt": pair.question, **answers})
             numbers.append(row.number)
     if not rows:
         raise DataError(
@@ -448,8 +445,9 @@ def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Tab
     return replace(
         table,
         rows=rows,
-        columns=tuple(dict.fromkeys(("prompt", *columns))),
+        columns=tuple(dict.fromkeys(("prompt", *table.columns))),
         lines=table.lines and [table.lines[number] for number in numbers],
+        joined=joined,
     )
 
 

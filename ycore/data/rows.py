@@ -169,7 +169,7 @@ class RowReader:
         self.needs = needs
         self.notes: Counter[str] = Counter()
         self.roles: dict[str, str] = {}
-        self._columns = frozenset(table.columns)
+        self._columns = frozenset(table.columns).difference(table.joined)
         self.has_pairs = {"chosen", "rejected"} <= self._columns
         self.labels: tuple[str, ...] = ()  # columns beside the answers that are learned from
         self.form = self._find_form()
@@ -604,7 +604,7 @@ class RowReader:
 
     def summary(self) -> JsonObject:
         """Describe the reading as JSON values; only after all rows were read are its notes whole."""
-        used = self.used
+        used = {*self.used, *self.table.joined}
         unused = [name for name in self.table.columns if name not in used]
         notes = [f"{count} x {note}" for note, count in sorted(self.notes.items())]
         if self.roles:

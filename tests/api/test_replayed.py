@@ -65,3 +65,14 @@ def test_what_the_rounds_lack_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=rule):
         check_replayed(config(**options), config(**before))
+
+
+def test_a_function_of_python_is_known_by_its_source() -> None:
+    """It stands in a file beside each run's folder, with a hash of the source in its name."""
+    kept, again, other = (
+        config(rewards=[f"/runs/{run}.rewards-{source}.py:score"])
+        for run, source in (("kept", "e3959522"), ("again", "e3959522"), ("again", "11111111"))
+    )
+    check_replayed(again, kept)
+    with pytest.raises(ConfigError, match="has the scores of"):
+        check_replayed(other, kept)

@@ -1,5 +1,6 @@
 """Check everything that can be checked before a run starts, without loading torch; plan it, and train in the foreground."""
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -247,8 +248,13 @@ def check_replayed(config: RunConfig, before: RunConfig) -> None:
         before: with secrets hidden.
     """
     keys = {"reward", "args", "strip_thinking", "range"}
+    # A function of Python's stands in a file that its run names, and its source.
     given, kept = (
-        [redact(reward.model_dump(include=keys)) for reward in run.rewards]
+        [
+            redact(reward.model_dump(include=keys))
+            | {"reward": re.sub(r".*\.rewards-(?=\w+\.py:)", "", reward.reward)}
+            for reward in run.rewards
+        ]
         for run in (config, before)
     )
     if given != kept:

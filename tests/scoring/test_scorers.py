@@ -471,3 +471,10 @@ def test_a_reward_that_compares_a_group_scores_no_completion_alone(
     config: Any = resolve(options={**options, "rewards": [reward], **settings})
     with pytest.raises(ConfigError, match=rule):
         check_models(with_declarations(config), engine=VLLM)
+
+
+def test_what_is_only_measured_may_compare_a_group() -> None:
+    rewards = ["exact_answer", {"reward": "similarity", "weight": 0.0}]
+    options = {"algorithm": "grpo", "model": "m", "dataset": "d", "output": "o"}
+    config: Any = resolve(options={**options, "rewards": rewards, "advantage": "remax"})
+    check_models(config, engine=VLLM)

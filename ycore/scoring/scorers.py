@@ -132,14 +132,17 @@ def check_models(config: RunConfig, *, engine: EngineKind) -> list[str]:
     alone = None
     if config.algorithm != "eval":
         if config.needs_greedy_baseline:
-            alone = "--advantage remax scores a prompt's greedy completion alone"
+            alone = (
+                "--advantage remax scores a prompt's greedy completion alone",
+                "another advantage",
+            )
         elif config.group_size == 1:
-            alone = "group_size is 1"
+            alone = "group_size is 1", "--group-size 8"
     for spec in config.rewards:
-        if alone and scorer_class(spec).compares(spec):
+        counts = spec.weight or spec.constraint
+        if alone and counts and scorer_class(spec).compares(spec):
             raise ConfigError(
-                f"{spec.reward} compares the completions of a group, and {alone}; take another reward, or --group-size 8 "
-                "and another advantage"
+                f"{spec.reward} compares the completions of a group, and {alone[0]}; take another reward, or {alone[1]}"
             )
         lines += scorer_class(spec).check_models(spec, config, engine=engine)
     return lines

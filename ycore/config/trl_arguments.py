@@ -99,7 +99,7 @@ def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPl
         raise ConfigError(
             f"per_device_train_batch_size must hold whole groups, whose completions {config.algorithm} compares within one "
             f"micro-batch; it is {size}, and a group {config.group_size}; "
-            f"say --per-device-train-batch-size {config.group_size}, or --group-size 2"
+            f"say --per-device-train-batch-size {config.group_size} without --gradient-accumulation-steps"
         )
     if size * accumulation != local:
         raise ConfigError(

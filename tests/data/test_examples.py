@@ -412,6 +412,12 @@ def test_fields_that_trl_refuses_beside_pictures_are_refused(
         load(tmp_path, method, [row], trl={field: value})
 
 
+def test_an_end_that_nothing_cuts_is_kept_beside_pictures(tmp_path: Path) -> None:
+    row = SHOWN | {"image": picture(tmp_path, "red")}
+    fields = {"truncation_mode": "keep_end", "max_length": None}
+    assert load(tmp_path, "sft", [row], trl=fields).shows
+
+
 def test_held_out_rows_are_seen_as_the_rows_that_are_trained_on(tmp_path: Path) -> None:
     seen = tmp_path / "seen.jsonl"
     seen.write_text(json.dumps(SHOWN | {"image": picture(tmp_path, "red")}) + "\n")
@@ -423,6 +429,8 @@ def test_held_out_rows_are_seen_as_the_rows_that_are_trained_on(tmp_path: Path) 
     config = TuneConfig(dataset=str(told), eval_dataset=str(seen), **rows)
     with pytest.raises(DataError, match=r"seen.jsonl have pictures, .* hold out other rows"):
         load_examples(config, as_chat=True)
+    none_held_out = config.model_copy(update={"held_out": 0})
+    assert not load_examples(none_held_out, as_chat=True).held_out
 
 
 def test_a_picture_beside_plain_text_is_refused(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def load_examples(
         held_out = [*apart.train[: config.held_out]]
         if whole.shows and not apart.shows:
             held_out = [{**example, "images": []} for example in held_out]
-        elif apart.shows and not whole.shows:
+        elif held_out and apart.shows and not whole.shows:
             raise DataError(
                 f"the held-out rows of {name} have pictures, and the rows of {config.dataset} have none, so nothing would "
                 "see them; train on pictures too, or hold out other rows"
@@ -380,7 +380,10 @@ def _check_shown(config: TuneConfig, table: Table, examples: Sequence[Example]) 
     """DataError or ConfigError for what TRL does not do, or leaves out without a word, where rows have pictures."""
     lost = TEMPLATE_COLUMNS if config.algorithm == "sft" else ("tools",)
     _refuse_lost(table, examples, lost, by="collator of pictures")
-    keeps_end = config.trl.get("truncation_mode") == "keep_end"
+    fields = config.trl
+    keeps_end = (
+        fields.get("truncation_mode") == "keep_end" and fields.get("max_length", 1) is not None
+    )
     refused = [name for name in _NOT_OF_PICTURES if config.trl.get(name)]
     for name in [*refused, *["truncation_mode"] * keeps_end]:
         raise ConfigError(

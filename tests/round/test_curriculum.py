@@ -67,9 +67,24 @@ def test_a_gate_of_constraints_solves_no_prompt() -> None:
         of_one = tuple(map(Score, scores))
         group = Group(Draw(row, Prompt(row, "x"), (1,)), (completion,) * 2, (of_one,) * 2)
         stats = rules.stats_of(group, teaches=rules.can_teach(group))
-        assert stats == (0.0, float(row == 0))
+        assert stats == (0.0, scores[0] if scores[1] else pytest.approx(-1e30))
         curriculum.learn([(row, *stats)] * 3)
     assert [curriculum.weight(row) > 0 for row in range(3)] == [False, True, True]
+
+
+def test_what_breaks_a_constraint_is_not_solved_where_rewards_are_negative() -> None:
+    """A penalty's best is 0, or less: 0 for what breaks a constraint would be the best."""
+    constraint = Constraint(1, "format", least=1.0, limit=0.05)
+    rules = Rules(2, 0, (1.0, 0.0), constraints=Constraints([constraint], ConstraintSettings()))
+    completion = Completion((1,), None, "", "stop", 0)
+    curriculum = Curriculum(seed=0)
+    for row, scores in enumerate([(-0.25, 0.0), (-0.25, 1.0), (-1.0, 0.0)]):
+        of_one = tuple(map(Score, scores))
+        group = Group(Draw(row, Prompt(row, "x"), (1,)), (completion,) * 2, (of_one,) * 2)
+        stats = rules.stats_of(group, teaches=False)
+        assert stats is not None
+        curriculum.learn([(row, *stats)] * 3)
+    assert [curriculum.weight(row) > 0 for row in range(3)] == [True, False, True]
 
 
 def test_a_prompt_that_teaches_by_more_than_its_totals_is_neither_rare_nor_solved() -> None:

@@ -173,6 +173,7 @@ def stats_of(
 
 MEMORY = 0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count
 _REUSED_ROUNDS = 4  # whose groups are kept to be trained on again
+_NEVER_SOLVED = -1e30  # a mean below those of rewards that are negative too
 LEAST = 0.05  # lower bound of the estimated yield, so that one bad stretch does not start a flood of groups
 
 
@@ -285,13 +286,15 @@ class Rules:
 
     def stats_of(self, group: Group, *, teaches: bool) -> tuple[float, float] | None:
         """Return what a group tells of its prompt. The constraints' gate makes 0.5 the mean of right and of wrong alike: of
-        what passes it the reward itself counts, and 0 for the rest."""
+        what passes it the reward itself counts, and 0 for the rest. A group of which none passes is never solved."""
         gated_G = compared_rewards(group, self.reward_weights, self.constraints)
         rewards_G = None
         if self.constraints is not None and self.constraints.by == "gate":
             totals_G = compared_rewards(group, self.reward_weights)
+            broken = 0.0 if any(gated_G) else _NEVER_SOLVED
             rewards_G = [
-                gated and total for gated, total in zip(gated_G, totals_G, strict=True)
+                broken if gated == 0.0 else gated and total
+                for gated, total in zip(gated_G, totals_G, strict=True)
             ]
         return stats_of(gated_G, rewards_G, teaches=teaches)
 

@@ -1,6 +1,7 @@
 """Two ranks on two vLLM engines: weights from ZeRO shards, and weights that change between two tokens."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ def run(place: Path, words: str) -> list[dict[str, Any]]:
     write_tiny_model(place / "model")
     (place / "their_rewards.py").write_text(REWARD)
     command = [*COMMAND, "grpo", *COMMON.split(), *words.split()]
+    environment = {**os.environ, **ENVIRONMENT}  # compilers are found by PATH
     done = subprocess.run(
-        command, cwd=place, env=ENVIRONMENT, capture_output=True, text=True, timeout=600
+        command, cwd=place, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     folder = RunFolder(place / "run")

@@ -124,7 +124,7 @@ def test_packing_needs_its_steps() -> None:
     """Rows are packed when they are tokens: steps by the number of rows were many epochs more."""
     rows: dict[str, Any] = {"algorithm": "sft", "model": "m", "dataset": "d", "output": "o"}
     config = TuneConfig(**rows, trl={"packing": True})
-    with pytest.raises(ConfigError, match=r"the steps of 1 epochs are not known.* --steps N"):
+    with pytest.raises(ConfigError, match=r"--epochs 1 .* --steps N"):
         derive_tune_batch(config, num_rows=1000, world_size=1, on_cpu=True)
     config = config.model_copy(update={"steps": 7})
     assert derive_tune_batch(config, num_rows=1000, world_size=1, on_cpu=True).steps == 7

@@ -104,10 +104,8 @@ def _check_evaluation(
     """Describe the held-out rows and when they are measured; None for a run without any, and for `ycore eval`."""
     from ycore.evaluation.held_out import check_evaluation
 
-    if (
-        config.algorithm == "eval"
-    ):  # of a training recipe it has `eval_dataset`, and measures `dataset`
-        return None
+    if config.algorithm == "eval":
+        return None  # a training recipe gives it an `eval_dataset`, and it measures `dataset`
     check_evaluation(config)
     held_out = config.for_evaluation()
     if held_out is None:

@@ -174,8 +174,8 @@ def derive_tune_batch(
     _check_rows(algorithm, total, size, accumulation, num_rows=num_rows, world_size=world_size)
     if config.trl.get("packing") and config.steps is None:
         raise ConfigError(
-            "packing puts several rows into one sequence, and how many is known when they are tokens: the steps of "
-            f"{config.epochs:g} epochs are not known before; say --steps N"
+            f"packing puts several rows into one sequence, and the steps of --epochs {config.epochs:g} are known only "
+            f"when rows are tokens; say --steps N, each of which reads {total} sequences of {max_length} tokens"
         )
     steps = config.steps or max(1, math.ceil(config.epochs * num_rows / total))
     return TuneBatch(

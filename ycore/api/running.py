@@ -173,11 +173,15 @@ def _check_examples(
         context_length=model.context_length,
     )
     measures = examples.held_out and config.measures_between
-    is_apart = config.eval_dataset is not None or config.eval_split is not None
+    apart = None
+    if config.eval_dataset is not None or config.eval_split is not None:
+        name = config.eval_dataset or config.dataset
+        apart = {"dataset": name, "split": config.eval_split or config.split}
     dataset = {
         "rows": len(examples.train),
         "held_out": len(examples.held_out),
-        "overlap": examples.overlap if is_apart else 0,
+        "apart": apart,
+        "overlap": examples.overlap if apart else 0,
         "eval_every": (config.eval_every or a_fifth(batch.steps)) if measures else None,
         "columns": list(examples.train[0]),
         "chat": examples.is_chat,

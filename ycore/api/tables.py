@@ -1,5 +1,6 @@
 """Put plans and figures into the rows of the tables that a person reads."""
 
+import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,7 +68,7 @@ def plan_rows(plan: Record, *, resume: bool = False) -> Rows:
     has_rollouts = "rewards" in config
     rows = [
         ("model", f"{config['model']}: {model['note']}{context}"),
-        ("dataset", f"{config['dataset'] or 'none'}: {_dataset_in_words(plan['dataset'])}"),
+        ("dataset", f"{_with_split(config)}: {_dataset_in_words(plan['dataset'])}"),
     ]
     rows += reading_rows(plan["dataset"]["reading"])
     if has_rollouts:
@@ -75,7 +76,7 @@ def plan_rows(plan: Record, *, resume: bool = False) -> Rows:
     if evaluation := plan.get("evaluation"):
         figures = f"{evaluation['rows']} rows, by {', '.join(evaluation['rewards'])}"
         when = f"before the first step, every {evaluation['every']} steps and after the last"
-        rows.append(("held out", f"{evaluation['dataset']}: {figures}, {when}"))
+        rows.append(("held out", f"{_with_split(evaluation)}: {figures}, {when}"))
     rows += [("warning", line) for line in plan["warnings"]]
     trains = config["algorithm"] != "eval"
     if trains:
@@ -163,12 +164,20 @@ def _files_in_words(plan: Record) -> str:
     return files + (f"; sent to {', '.join(leaving)}" if leaving else "")
 
 
+def _with_split(config: Record) -> str:
+    """Name a dataset, and the split that is read of one of the hub's."""
+    name = config["dataset"] or "none"
+    is_of_hub = name.count("/") == 1 and not os.path.exists(name)
+    return f"{name}, split {config['split']}" if is_of_hub else name
+
+
 def _dataset_in_words(dataset: Record) -> str:
     columns = f"columns {', '.join(dataset['columns']) or 'none'}"
     if "held_out" not in dataset:
         rows = f"{dataset['rows']} row{'' if dataset['rows'] == 1 else 's'}"
         return f"{rows} of {'chat' if dataset['chat'] else 'text'} prompts, {columns}"
-    rows = f"{dataset['rows']} rows to train on, {dataset['held_out']} held out"
+    apart = f" of {_with_split(dataset['apart'])}" if dataset["apart"] else ""
+    rows = f"{dataset['rows']} rows to train on, {dataset['held_out']} held out{apart}"
     if dataset["eval_every"]:
         rows += f" (measured every {dataset['eval_every']} steps)"
     left_out = f"; {dataset['left_out']}" if dataset["left_out"] else ""

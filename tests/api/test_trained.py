@@ -77,6 +77,13 @@ def test_the_same_turns_have_the_same_answers(run: Path) -> None:
     assert answers(0) == answers(0) != answers(1)
 
 
+def test_a_model_that_sees_is_talked_to(tmp_path: Path) -> None:
+    folder = write_tiny_vision_model(tmp_path / "model", "qwen2_5_vl")
+    chat = trained.Chat(folder, ChatSettings(4, 1.0, 0, (), {}))
+    assert isinstance(chat.say("2 + 2"), str)
+    assert "vision_config" in chat._model.config.to_dict()
+
+
 def test_a_run_is_asked_as_it_was_trained(run: Path) -> None:
     few_shot = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
     assert trained.turns_before(str(run)) == [] == trained.turns_before("smollm2-135m")

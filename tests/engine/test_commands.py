@@ -353,6 +353,11 @@ def test_what_ycore_sets_is_refused_with_what_to_say_instead(name: str, way_out:
     ) and way_out in str(refused.value)
 
 
+def test_an_argument_in_the_spelling_of_a_command_line_is_refused_with_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.args\.max_model_len; say that"):
+        check_arguments(["max-model-len"])
+
+
 GPU = replace(CPU, cores=(), devices=("0",), gpu_memory_utilization=0.5, sleeps=True)
 ON_A_DEVICE = {
     "policy": GPU,

@@ -188,3 +188,14 @@ def test_a_config_larger_than_the_memory(model: Path) -> None:
 def test_a_number_of_4000_digits(model: Path) -> None:
     edit(model / "config.json", hidden_size=10**4000)
     assert "an integer beyond" in refused(model)
+
+
+def test_an_adapter_that_is_saved_merged_stands_for_what_was_trained(tmp_path: Path) -> None:
+    """On a base of 4 bits it is another policy than on the base itself."""
+    adapter = tmp_path / "model"
+    write_tiny_model(adapter / "merged")
+    (adapter / "adapter_model.safetensors").write_bytes(b"x")
+    settings = {"base_model_name_or_path": "no/base", "peft_type": "LORA"}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    plan = resolve_model(str(adapter))
+    assert (plan.folder, plan.ready) == (adapter / "merged", True)

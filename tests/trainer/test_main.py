@@ -19,7 +19,8 @@ BITS = "bitsandbytes"
         ({"quantize": "4bit", "trl": {}}, {}, True),
         ({"trl": {"optim": "paged_adamw_8bit"}}, {}, True),
         ({"trl": {"model_init_kwargs": {"quantization_config": {}}}}, {}, True),
-        ({"teacher": "a/quantized-teacher"}, {}, True),
+        ({"algorithm": "distill", "rewards": [{"reward": "teacher:a/quantized"}]}, {}, True),
+        ({"algorithm": "gold", "trl": {"teacher_model_name_or_path": "a/b"}}, {}, True),
         ({}, {"quantization_config": {"load_in_4bit": True}}, True),
     ],
 )

@@ -22,7 +22,7 @@ from ycore.api.run_settings import (
 )
 from ycore.api.running import checked_plan, run_training, training_plan
 from ycore.api.tables import Planned, aligned, plan_rows
-from ycore.api.trained import trained_model
+from ycore.api.trained import load_language_model, trained_model
 from ycore.config.algorithms import find_algorithm
 from ycore.config.resolve import require_rollouts
 from ycore.errors import RunFolderError
@@ -75,11 +75,12 @@ class Run:
         Args:
             best: the model that `keep_best` kept.
         """
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+        from transformers import AutoModelForSequenceClassification
 
-        scores = find_algorithm(self.config["algorithm"]).trains_reward_model
-        loader = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-        return loader.from_pretrained(trained_model(str(self.folder), best=best), dtype="auto")
+        folder = trained_model(str(self.folder), best=best)
+        if not find_algorithm(self.config["algorithm"]).trains_reward_model:
+            return load_language_model(folder, dtype="auto")
+        return AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto")
 
     def tokenizer(self) -> Any:
         """Load the model's tokenizer with transformers."""

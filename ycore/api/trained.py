@@ -26,6 +26,7 @@ from ycore.launch.guardian import guarded
 from ycore.launch.layout import this_machine
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter
 from ycore.models.fetch import fetch_model
+from ycore.models.model_facts import sighted_family
 from ycore.models.names import first_line, hub_id, read_settings, resolve_model
 from ycore.placement.placement import JUDGE
 from ycore.run.claim import Claim, stored_config
@@ -53,6 +54,15 @@ def trained_model(name: str, *, best: bool = False) -> str:
             f"the run {folder.root} {problem}; `ycore resume {shlex.quote(str(folder.root))}` goes on with a stopped run"
         )
     return str(model)
+
+
+def load_language_model(folder: str, *, dtype: str) -> Any:
+    """Load a model that writes text with transformers, by the class of those that see where it sees."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    sees = sighted_family(folder) is not None
+    model_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    return model_class.from_pretrained(folder, dtype=dtype)
 
 
 def has_language_model(run: RunFolder, *, best: bool) -> bool:
@@ -105,7 +115,7 @@ class Chat:
 
     def __init__(self, folder: Path, settings: ChatSettings) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
         self._settings = settings
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -117,9 +127,7 @@ class Chat:
             )
         dtype = "auto" if this_machine().has_bfloat16 else "float32"
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = (
-            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
-        )
+        self._model = load_language_model(str(folder), dtype=dtype).eval().to(device)
 
     def say(self, text: str, *, show: Say | None = None) -> str:
         """Return the answer to the next turn, the same for the same turns and seed; `show` gets its words meanwhile."""

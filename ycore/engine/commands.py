@@ -333,6 +333,9 @@ def kv_cache_gib(
 def check_arguments(arguments: Iterable[str]) -> None:
     """Raise ConfigError for an argument that ycore sets; vLLM refuses one that it does not have."""
     for name in arguments:
+        if "-" in name:
+            known = name.replace("-", "_")
+            raise ConfigError(f"engine.args.{name} is written engine.args.{known}; say that")
         if name in _OWNED:
             raise ConfigError(f"engine.args.{name} is not passed on: {_OWNED[name]}")
 

@@ -492,6 +492,9 @@ def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
         raise ModelError(
             f"the adapter {name} names no base model; set base_model_name_or_path in {ADAPTER_CONFIG}"
         )
+    merged = path / "merged"
+    if (merged / "config.json").is_file():  # on a rounded base it is another policy than that
+        return _ready_plan("adapter", name, merged, trust_remote_code)
     folder = cache_dir() / "adapters" / _content_id(weights)
     if folder.is_dir():
         return _ready_plan("adapter", name, folder, trust_remote_code)

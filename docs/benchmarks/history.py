@@ -27,6 +27,7 @@ from statistics import median
 from bounded import RunFailed, run_bounded
 from contestants import read_lines
 from machine import describe_machine
+from watched import MetricsWatch
 
 CLONE = Path(__file__).resolve().parents[2]
 PACKAGES = {
@@ -38,7 +39,6 @@ PACKAGES = {
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
 """Nothing is fetched, and a commit's files are not hidden by those of this clone."""
 PARTS = ("sync", "round", "train")
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +53,17 @@ class Figures:
     train: float
 
 
-class FirstStep:
-    """Watches a run's metrics for their first line, and keeps the seconds until it was there."""
+class FirstStep(MetricsWatch):
+    """Watches a run for the end of its first step, and keeps the seconds until then."""
 
     def __init__(self, metrics: Path) -> None:
+        super().__init__(metrics)
         self.seconds: float | None = None
-        self._metrics = metrics
         self._began = time.monotonic()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> "FirstStep":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(_POLL_S):
-            if self._metrics.is_file() and b"\n" in self._metrics.read_bytes():
-                self.seconds = time.monotonic() - self._began
-                return
+    def see(self, num_steps: int) -> None:
+        if num_steps and self.seconds is None:
+            self.seconds = time.monotonic() - self._began
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from contestants import (
 from machine import describe_machine
 from prompts import KINDS, write_prompts
 from trl_and_ycore import model_folder
+from watched import MetricsWatch
 
 from ycore.models.model_facts import ModelFacts, facts_of
 
@@ -46,7 +47,6 @@ PARTS = ("train", "round", "sync")
 _PRODUCT_SIZE = 2048
 _READ_BYTES = 512 * 2**20
 _REPEATS = 5
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,29 +78,17 @@ def measure_speeds(dtype: str) -> Speeds:
     )
 
 
-class IdleCores:
+class IdleCores(MetricsWatch):
     """Watches a run from the end of its first step to that of its last, and says how idle the machine was."""
 
     def __init__(self, metrics: Path, *, steps: int) -> None:
-        self._metrics = metrics
+        super().__init__(metrics)
         self._steps = steps
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
         self._at: dict[int, Any] = {}
 
-    def __enter__(self) -> "IdleCores":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(_POLL_S):
-            done = self._metrics.read_bytes().count(b"\n") if self._metrics.is_file() else 0
-            if done in (1, self._steps):
-                self._at.setdefault(done, psutil.cpu_times())
+    def see(self, num_steps: int) -> None:
+        if num_steps in (1, self._steps):
+            self._at.setdefault(num_steps, psutil.cpu_times())
 
     @property
     def share(self) -> float | None:

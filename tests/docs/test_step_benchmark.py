@@ -1,9 +1,9 @@
 """The limits beside which `docs/benchmarks/step.py` puts a step, and the script itself on a tiny model."""
 
-import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def step() -> Any:
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module("step")
-    for name in set(sys.modules) - before:
-        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+def step(load_script: Callable[[str], Any]) -> Any:
+    return load_script("step")
 
 
 @pytest.fixture(scope="module")

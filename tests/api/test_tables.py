@@ -2,25 +2,34 @@
 
 from pathlib import Path
 
+import datasets
 import pytest
 
-from ycore.api.tables import _with_split
+import ycore
+from tests.tiny_model import write_tiny_model
 
 
-@pytest.mark.parametrize(
-    ("dataset", "words"),
-    [
-        ("openai/gsm8k", "openai/gsm8k, split test"),
-        ("openai/gsm8k:main", "openai/gsm8k:main, split test"),
-        ("rows/mine.jsonl", "rows/mine.jsonl"),
-        ("task:addition?digits=1", "task:addition?digits=1"),
-        ("", "none"),
-    ],
-)
-def test_the_split_is_named_that_is_read_of_a_hub_dataset(
-    dataset: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_splits_that_were_read_are_named_where_a_dataset_has_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "mine.jsonl").touch()
-    assert _with_split({"dataset": dataset, "split": "test"}) == words
+    write_tiny_model(tmp_path / "model")
+    rows = datasets.Dataset.from_list([{"prompt": f"{n}?", "answer": f"{n}"} for n in range(8)])
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk("several")
+    rows.save_to_disk("one")
+
+    def planned(command: str, dataset: str, **settings: object) -> str:
+        plan = ycore.dry_run(command, model="model", dataset=dataset, output="run", **settings)
+        return " ".join(str(plan).split())
+
+    measured = planned("eval", "several", split="test", reward="exact_answer")
+    assert "dataset several, split test: 8 rows" in measured
+    assert "dataset one: 8 rows" in planned("eval", "one", reward="exact_answer")
+    trained = planned("grpo", "several", eval_dataset="several", reward="exact_answer")
+    assert "dataset several, split train: 8 rows" in trained
+    assert "held out several, split test: 8 rows" in trained
+    given = planned("sft", "several", eval_split="test", columns={"completion": "answer"})
+    assert (
+        "dataset several, split train: 8 rows to train on, 8 held out of several, split test"
+        in given
+    )

@@ -24,7 +24,7 @@ name, split, limit = sys.argv[1:]
 plain = {"model": "m", "rewards": [{"reward": "r"}], "output": "o"}
 try:
     found = load_prompts(RunConfig(dataset=name, split=split, limit=int(limit) or None, **plain))
-    print(len(found.prompts), found.prompts[0].content, dict(found.prompts[0].columns), sep="|")
+    print(len(found.prompts), found.prompts[0].content, dict(found.prompts[0].columns), found.reading["split"], sep="|")
 except DataError as problem:
     print("error:", problem)
 print("torch" in sys.modules)
@@ -123,15 +123,15 @@ def ask(
 
 
 def test_a_hub_dataset_is_loaded_and_then_found_offline(hub: str, tmp_path: Path) -> None:
-    assert ask(tmp_path, hub, "some/data") == "5|train 0?|{'answer': '0'}"
-    assert ask(tmp_path, hub, "some/data", split="test") == "2|test 0?|{'answer': '0'}"
+    assert ask(tmp_path, hub, "some/data") == "5|train 0?|{'answer': '0'}|train"
+    assert ask(tmp_path, hub, "some/data", split="test") == "2|test 0?|{'answer': '0'}|test"
     assert ask(tmp_path, hub, "some/data:default", limit=3).startswith("3|train 0?")
     assert ask(tmp_path, hub, "some/data", HF_HUB_OFFLINE="1").startswith("5|train 0?")
     assert ask(tmp_path, "http://127.0.0.1:9", "some/data").startswith("5|train 0?")
 
 
 def test_a_file_of_a_hub_dataset(hub: str, tmp_path: Path) -> None:
-    assert ask(tmp_path, hub, "some/data:safe/pairs.jsonl") == "1|safe?|{'answer': 'yes'}"
+    assert ask(tmp_path, hub, "some/data:safe/pairs.jsonl") == "1|safe?|{'answer': 'yes'}|"
     assert ask(tmp_path, hub, "some/data:safe/pairs.jsonl", HF_HUB_OFFLINE="1").startswith(
         "1|safe?"
     )

@@ -115,7 +115,7 @@ def _check_evaluation(
     rows_read(rows, model, config.trl.get("chat_template_kwargs"), num_rows=0)
     return {
         "dataset": held_out.dataset,
-        "split": held_out.split,
+        "split": rows.reading.get("split"),
         "rows": len(rows.prompts),
         "rewards": [reward.reward for reward in held_out.rewards],
         "every": config.eval_every or a_fifth(config.steps),

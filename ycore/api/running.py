@@ -173,15 +173,11 @@ def _check_examples(
         context_length=model.context_length,
     )
     measures = examples.held_out and config.measures_between
-    apart = None
-    if config.eval_dataset is not None or config.eval_split is not None:
-        name = config.eval_dataset or config.dataset
-        apart = {"dataset": name, "split": config.eval_split or config.split}
+    is_apart = config.eval_dataset is not None or config.eval_split is not None
     dataset = {
         "rows": len(examples.train),
         "held_out": len(examples.held_out),
-        "apart": apart,
-        "overlap": examples.overlap if apart else 0,
+        "overlap": examples.overlap if is_apart else 0,
         "eval_every": (config.eval_every or a_fifth(batch.steps)) if measures else None,
         "columns": list(examples.train[0]),
         "chat": examples.is_chat,

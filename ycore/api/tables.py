@@ -1,6 +1,5 @@
 """Put plans and figures into the rows of the tables that a person reads."""
 
-import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,9 +65,10 @@ def plan_rows(plan: Record, *, resume: bool = False) -> Rows:
     model = plan["model"]
     context = f", context {model['context_length']}" if model["context_length"] else ""
     has_rollouts = "rewards" in config
+    dataset = _named(config["dataset"] or "none", plan["dataset"]["reading"].get("split"))
     rows = [
         ("model", f"{config['model']}: {model['note']}{context}"),
-        ("dataset", f"{_with_split(config)}: {_dataset_in_words(plan['dataset'])}"),
+        ("dataset", f"{dataset}: {_dataset_in_words(plan['dataset'])}"),
     ]
     rows += reading_rows(plan["dataset"]["reading"])
     if has_rollouts:
@@ -76,7 +76,8 @@ def plan_rows(plan: Record, *, resume: bool = False) -> Rows:
     if evaluation := plan.get("evaluation"):
         figures = f"{evaluation['rows']} rows, by {', '.join(evaluation['rewards'])}"
         when = f"before the first step, every {evaluation['every']} steps and after the last"
-        rows.append(("held out", f"{_with_split(evaluation)}: {figures}, {when}"))
+        name = _named(evaluation["dataset"], evaluation["split"])
+        rows.append(("held out", f"{name}: {figures}, {when}"))
     rows += [("warning", line) for line in plan["warnings"]]
     trains = config["algorithm"] != "eval"
     if trains:
@@ -164,11 +165,9 @@ def _files_in_words(plan: Record) -> str:
     return files + (f"; sent to {', '.join(leaving)}" if leaving else "")
 
 
-def _with_split(config: Record) -> str:
-    """Name a dataset, and the split that is read of one of the hub's."""
-    name = config["dataset"] or "none"
-    is_of_hub = name.count("/") == 1 and not os.path.exists(name)
-    return f"{name}, split {config['split']}" if is_of_hub else name
+def _named(dataset: str, split: str | None) -> str:
+    """Name a dataset, and the split that was read of one that has several."""
+    return f"{dataset}, split {split}" if split else dataset
 
 
 def _dataset_in_words(dataset: Record) -> str:
@@ -176,7 +175,8 @@ def _dataset_in_words(dataset: Record) -> str:
     if "held_out" not in dataset:
         rows = f"{dataset['rows']} row{'' if dataset['rows'] == 1 else 's'}"
         return f"{rows} of {'chat' if dataset['chat'] else 'text'} prompts, {columns}"
-    apart = f" of {_with_split(dataset['apart'])}" if dataset["apart"] else ""
+    apart = dataset["reading"].get("apart")
+    apart = f" of {_named(**apart)}" if apart else ""
     rows = f"{dataset['rows']} rows to train on, {dataset['held_out']} held out{apart}"
     if dataset["eval_every"]:
         rows += f" (measured every {dataset['eval_every']} steps)"

@@ -29,7 +29,8 @@ class Table:
         lines: The line of each row in its file.
         folder: Where relative paths of pictures begin; None where a row may name no file (a dataset of the hub).
         fills_keys: The objects of a column all have the same keys, with null where a row lacks one, as in Arrow.
-        joined: Columns that the column `prompt` says too.
+        joined: Columns whose text the column `prompt` already holds.
+        split: The split that was read; empty where the dataset has none.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Table:
     folder: Path | None = None
     fills_keys: bool = False
     joined: tuple[str, ...] = ()
+    split: str = ""
 
     def row(self, number: int) -> "TableRow":
         return TableRow(self.rows[number], self, number)

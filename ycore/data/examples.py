@@ -149,6 +149,10 @@ def load_examples(
             whole,
             train=examples,
             held_out=held_out,
+            reading={
+                **whole.reading,
+                "apart": {"dataset": name, "split": apart.reading["split"]},
+            },
             samples={**whole.samples, **apart.samples},
         )
     count = (

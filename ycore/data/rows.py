@@ -614,6 +614,7 @@ class RowReader:
             )
         return {
             "in_words": self.in_words(),
+            "split": self.table.split,
             "unused": unused,
             "expected": self._expected(unused),
             "notes": notes,

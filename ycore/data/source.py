@@ -75,7 +75,7 @@ def _saved_table(path: Path, split: str) -> Table:
             raise DataError(
                 f"{path} has the splits {', '.join(rows)}, not {split!r}; take one of them"
             )
-        rows = rows[split]
+        return replace(_as_table(str(path), rows[split]), split=split)
     return _as_table(str(path), rows)
 
 
@@ -98,7 +98,8 @@ def _hub_table(text: str, split: str) -> Table:
         return replace(
             file_table(_hub_file(name, config, unreachable=answer.problem)), name=text
         )
-    return _as_table(text, _load(name, config, split, unreachable=answer.problem))
+    rows = _load(name, config, split, unreachable=answer.problem)
+    return replace(_as_table(text, rows), split=split)
 
 
 def _hub_file(name: str, file: str, *, unreachable: str) -> Path:

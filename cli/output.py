@@ -81,12 +81,8 @@ def print_closing(config: "RunConfig | TuneConfig") -> None:
 
 
 def _next_commands(config: "RunConfig | TuneConfig") -> Iterator[str]:
-    """Yield what a user does next with the model: talk to it, measure it as the run did, train on own data.
-
-    A measurement is given where its words say all of it: turns, and what rewards and sampling have beside their names,
-    are the recipe's.
-    """
-    from ycore.config.schema import RewardConfig, TuneConfig
+    """Yield what a user does next with the model: talk to it, measure it as the run did, train on own data."""
+    from ycore.config.schema import TuneConfig
 
     folder = RunFolder(Path(config.output))
     if isinstance(config, TuneConfig):
@@ -96,31 +92,45 @@ def _next_commands(config: "RunConfig | TuneConfig") -> Iterator[str]:
         yield shlex.join(["ycore", *words, "--dataset", "FILE"])
         return
     yield shlex.join(["ycore", "chat", str(folder.root)])
-    rewards = config.eval_rewards or config.rewards
-    beside = config.changed_sampling or config.trl.get("chat_template_kwargs")
-    beside = beside or config.has_turns or config.few_shot
-    in_words = not beside and all(spec == RewardConfig(reward=spec.reward) for spec in rewards)
-    held_out = config.for_evaluation()
-    if held_out is None or held_out.mixture or not in_words:
-        yield shlex.join(["ycore", "report", str(folder.root)])
-    else:
-        words = ["ycore", "eval", "--model", config.model, "--model", str(folder.model)]
-        words += ["--dataset", held_out.dataset]
-        words += ["--split", held_out.split] if held_out.split != "train" else []
-        for spec in rewards:
-            words += ["--reward", spec.reward]
-        words += ["--num-samples", str(config.num_samples)]
-        words += ["--max-tokens", str(config.max_tokens)]
-        columns = {"prompt": config.prompt_column, "answer": config.answer_column}
-        for name, column in columns.items():
-            words += [f"--{name}-column", column] if column is not None else []
-        words += ["--limit", str(held_out.limit)] if held_out.limit is not None else []
-        for name, column in config.columns.items():
-            words += ["--set", f"columns.{name}={column}"]
-        if config.system_prompt is not None:
-            words += ["--system-prompt", config.system_prompt]
-        yield shlex.join(words)
+    yield shlex.join(_measuring_command(config) or ["ycore", "report", str(folder.root)])
     yield "ycore grpo --model MODEL --dataset yours.jsonl --reward yours.py:score"
+
+
+def _measuring_command(config: "RunConfig") -> list[str] | None:
+    """Return the `ycore eval` of the run's held-out rows; None where options cannot say all of it."""
+    from ycore.config.schema import RewardConfig
+
+    rewards = config.eval_rewards or config.rewards
+    held_out = config.for_evaluation()
+    is_in_recipe_alone = (
+        config.has_turns
+        or config.few_shot
+        or config.changed_sampling
+        or config.trl.get("chat_template_kwargs")
+        or any(spec != RewardConfig(reward=spec.reward) for spec in rewards)
+    )
+    if held_out is None or held_out.mixture or is_in_recipe_alone:
+        return None
+    model = str(RunFolder(Path(config.output)).model)
+    words = ["ycore", "eval", "--model", config.model, "--model", model]
+    words += ["--dataset", held_out.dataset]
+    for spec in rewards:
+        words += ["--reward", spec.reward]
+    options = {
+        "--split": held_out.split if held_out.split != "train" else None,
+        "--num-samples": config.num_samples,
+        "--max-tokens": config.max_tokens,
+        "--prompt-column": config.prompt_column,
+        "--answer-column": config.answer_column,
+        "--limit": held_out.limit,
+        "--system-prompt": config.system_prompt,
+    }
+    for option, value in options.items():
+        if value is not None:
+            words += [option, str(value)]
+    for name, column in config.columns.items():
+        words += ["--set", f"columns.{name}={column}"]
+    return words
 
 
 def _print_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

@@ -248,7 +248,7 @@ def check_replayed(config: RunConfig, before: RunConfig) -> None:
         before: with secrets hidden.
     """
     keys = {"reward", "args", "strip_thinking", "range"}
-    # A function of Python's stands in a file that its run names, and its source.
+    # `ycore.grpo` writes a function into a file that is named by the run and by the source, which alone counts here.
     given, kept = (
         [
             redact(reward.model_dump(include=keys))

@@ -24,7 +24,7 @@ from ycore.errors import ConfigError, ModelError, RunError, RunFolderError
 from ycore.launch.engines import model_length
 from ycore.launch.guardian import guarded
 from ycore.launch.layout import this_machine
-from ycore.models.convert import ADAPTER_CONFIG, is_adapter
+from ycore.models.convert import ADAPTER_CONFIG, is_adapter, language_model_class
 from ycore.models.fetch import fetch_model
 from ycore.models.model_facts import sighted_family
 from ycore.models.names import first_line, hub_id, read_settings, resolve_model
@@ -57,11 +57,8 @@ def trained_model(name: str, *, best: bool = False) -> str:
 
 
 def load_language_model(folder: str, *, dtype: str) -> Any:
-    """Load a model that writes text with transformers, by the class of those that see where it sees."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    sees = sighted_family(folder) is not None
-    model_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    """Load a model that writes text with transformers, also one that reads pictures."""
+    model_class = language_model_class(sighted_family(folder) is not None)
     return model_class.from_pretrained(folder, dtype=dtype)
 
 

@@ -54,6 +54,11 @@ class PolicyGradientConfig(RunConfig):
     loss: OwnFunctionName | None = None  # another, in place of TRL's loss
 
     @property
+    def has_kl_in_reward(self) -> bool:
+        """Whether the KL of `beta` is taken from the rewards, and no term of the loss."""
+        return getattr(self, "kl_in", "loss") == "reward"
+
+    @property
     def own_functions(self) -> dict[str, str]:
         advantage = getattr(self, "advantage", None)  # of those that have an estimator
         names = {"advantage": advantage, "keep": self.keep, "loss": self.loss}
@@ -82,7 +87,7 @@ class PolicyGradientConfig(RunConfig):
                 f"--trust-region {self.trust_region} needs --divergence reverse-kl, and it is {self.divergence}; leave "
                 "one of them out"
             )
-        if self.divergence != "reverse-kl" and getattr(self, "kl_in", "loss") == "reward":
+        if self.divergence != "reverse-kl" and self.has_kl_in_reward:
             raise ConfigError(
                 f"--divergence {self.divergence} is a term of the loss, and kl_in=reward puts the reverse KL into the "
                 "reward; leave --divergence out, or say --set kl_in=loss"
@@ -215,11 +220,12 @@ class GroupConfig(AdvantageConfig):
         if self.loss_name != "gmpo":
             return
         sampling = self.sampling
-        for name, value in {
+        stale = {
             "--max-staleness": sampling.max_staleness,
-            "--oversample": sampling.oversample - 1 and sampling.oversample,
+            "--oversample": sampling.oversample if sampling.oversample > 1 else 0,
             "sampling.reuse": sampling.reuse,
-        }.items():
+        }
+        for name, value in stale.items():
             if value:
                 raise ConfigError(
                     f"{name} {value:g} trains on tokens of older versions, for which the loss gmpo does not correct; "

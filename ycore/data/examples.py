@@ -385,14 +385,15 @@ def _check_shown(config: TuneConfig, table: Table, examples: Sequence[Example]) 
     lost = TEMPLATE_COLUMNS if config.algorithm == "sft" else ("tools",)
     _refuse_lost(table, examples, lost, by="collator of pictures")
     fields = config.trl
-    keeps_end = (
-        fields.get("truncation_mode") == "keep_end" and fields.get("max_length", 1) is not None
-    )
-    refused = [name for name in _NOT_OF_PICTURES if config.trl.get(name)]
-    for name in [*refused, *["truncation_mode"] * keeps_end]:
+    refused = [name for name in _NOT_OF_PICTURES if fields.get(name)]
+    cuts = fields.get("max_length", 1) is not None
+    if cuts and fields.get("truncation_mode") == "keep_end":
+        refused.append("truncation_mode")
+    if refused:
+        name = refused[0]
         raise ConfigError(
-            f"{name} is {config.trl[name]}, and {table.name} has pictures, for which TRL does not have it; leave it out, "
-            "or remove the pictures"
+            f"{name} is {fields[name]}, and {table.name} has pictures, for which TRL does not have it; leave it out, or "
+            "remove the pictures"
         )
 
 

@@ -76,14 +76,13 @@ def own_model(parts: "Assembly") -> Any | None:
     if parts.kind.has_servers:
         return None
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from ycore.engine.sight import image_token_ids
+    from ycore.models.convert import language_model_class
     from ycore.trl.build import attention_of, compute_dtype
     from ycore.trl.forward import never_write
 
-    kind = AutoModelForCausalLM if parts.sight is None else AutoModelForImageTextToText
-    model = kind.from_pretrained(
+    model = language_model_class(parts.sight is not None).from_pretrained(
         parts.started.model,
         dtype=compute_dtype(parts.config),
         trust_remote_code=parts.config.trust_remote_code,

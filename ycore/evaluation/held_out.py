@@ -142,7 +142,7 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
         values = without_none(rewards[source] for rewards in group.rewards_GR)
         sums[f"rewards/{name}"] = (sum(values), len(values))
     is_right = [(scores[first].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR]
-    constraints = [held for held in constraints_of(config) if held.source not in unscored]
+    constraints = [item for item in constraints_of(config) if item.source not in unscored]
     right_and_kept = [
         right and all(constraint.is_broken(rewards) is False for constraint in constraints)
         for right, rewards in zip(is_right, group.rewards_GR, strict=True)

@@ -47,18 +47,21 @@ def main() -> int:
     return 0
 
 
+def language_model_class(sees: bool) -> Any:
+    """Return the class of transformers that loads a model that writes text, by whether it reads pictures."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
 def _merge_adapter(source: Path, folder: Path, base: Path) -> None:
     """Write adapter and base as one model, in the base's dtype, with the adapter's tokenizer or else the base's."""
     from peft import PeftModel
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoTokenizer,
-    )
+    from transformers import AutoConfig, AutoTokenizer
 
-    sees = hasattr(AutoConfig.from_pretrained(base), "vision_config")
-    model_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model_class = language_model_class(
+        hasattr(AutoConfig.from_pretrained(base), "vision_config")
+    )
     model = PeftModel.from_pretrained(model_class.from_pretrained(base, dtype="auto"), source)
     _merge_untied(model).save_pretrained(folder)
     prepared = source if (source / "tokenizer_config.json").is_file() else base

@@ -493,7 +493,9 @@ def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
             f"the adapter {name} names no base model; set base_model_name_or_path in {ADAPTER_CONFIG}"
         )
     merged = path / "merged"
-    if (merged / "config.json").is_file():  # on a rounded base it is another policy than that
+    if (
+        merged / "config.json"
+    ).is_file():  # a base in 4 bits, with which it was trained, is merged only here
         return _ready_plan("adapter", name, merged, trust_remote_code)
     folder = cache_dir() / "adapters" / _content_id(weights)
     if folder.is_dir():

@@ -159,10 +159,10 @@ def stats_of(
 ) -> tuple[float, float] | None:
     """A group's chance, from its completions' rewards, and their mean; None where fewer than two have one.
 
-    Where they are equal, one that teaches by more (turns, each reward alone, a greedy baseline) has the chance 1.
-
     Args:
-        rewards_G: Those whose mean counts, where they are others.
+        rewards_G: The rewards of which the mean is taken, where it is not `totals_G`.
+        teaches: The group teaches; its chance is 1 where that is by more than totals that differ (turns, each reward
+            alone, a greedy baseline).
     """
     known = without_none(totals_G)
     if len(known) < 2:
@@ -285,15 +285,19 @@ class Rules:
         )
 
     def stats_of(self, group: Group, *, teaches: bool) -> tuple[float, float] | None:
-        """Return what a group tells of its prompt. The constraints' gate makes 0.5 the mean of right and of wrong alike: of
-        what passes it the reward itself counts, and 0 for the rest. A group of which none passes is never solved."""
+        """Return a group's chance to teach, and its mean reward, as `stats_of`.
+
+        A gate of constraints has the mean 0.5 whether all answers are right or wrong. So the mean is that of the rewards
+        themselves, with 0 for a completion that breaks a constraint; where all do, the prompt is never solved.
+        """
         gated_G = compared_rewards(group, self.reward_weights, self.constraints)
         rewards_G = None
         if self.constraints is not None and self.constraints.by == "gate":
             totals_G = compared_rewards(group, self.reward_weights)
-            broken = 0.0 if any(gated_G) else _NEVER_SOLVED
+            reward_if_broken = 0.0 if any(gated_G) else _NEVER_SOLVED
+            by_gated = {None: None, 0.0: reward_if_broken}
             rewards_G = [
-                broken if gated == 0.0 else gated and total
+                by_gated.get(gated, total)
                 for gated, total in zip(gated_G, totals_G, strict=True)
             ]
         return stats_of(gated_G, rewards_G, teaches=teaches)

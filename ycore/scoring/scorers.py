@@ -129,23 +129,28 @@ def check_rows(config: RunConfig, prompts: PromptSet) -> None:
 def check_models(config: RunConfig, *, engine: EngineKind) -> list[str]:
     """Return a line for each model that scores; nothing is started. UserError where one cannot score this run."""
     lines = []
-    alone = None
     if config.algorithm != "eval":
-        if config.needs_greedy_baseline:
-            alone = (
-                "--advantage remax scores a prompt's greedy completion alone",
-                "another advantage",
-            )
-        elif config.group_size == 1:
-            alone = "group_size is 1", "--group-size 8"
+        _check_comparisons(config)
     for spec in config.rewards:
-        counts = spec.weight or spec.constraint
-        if alone and counts and scorer_class(spec).compares(spec):
-            raise ConfigError(
-                f"{spec.reward} compares the completions of a group, and {alone[0]}; take another reward, or {alone[1]}"
-            )
         lines += scorer_class(spec).check_models(spec, config, engine=engine)
     return lines
+
+
+def _check_comparisons(config: RunConfig) -> None:
+    """Raise ConfigError for a reward that compares a group where completions are scored alone."""
+    if config.needs_greedy_baseline:
+        rule = "--advantage remax scores a prompt's greedy completion alone"
+        way_out = "another advantage"
+    elif config.group_size == 1:
+        rule = "group_size is 1"
+        way_out = "--group-size 8"
+    else:
+        return
+    for spec in config.rewards:
+        if (spec.weight or spec.constraint) and scorer_class(spec).compares(spec):
+            raise ConfigError(
+                f"{spec.reward} compares the completions of a group, and {rule}; take another reward, or {way_out}"
+            )
 
 
 def check_images(config: RunConfig) -> None:

@@ -82,7 +82,7 @@ def unused_packages(config: Mapping[str, Any], model: Path) -> list[str]:
     settings = model / "config.json"
     may_be_quantized = (
         config.get("quantize")
-        or config.get("algorithm") in ("distill", "gold")  # whose teacher may be
+        or config.get("algorithm") in ("distill", "gold")  # a teacher's config is not read here
         or (settings.is_file() and "quantization_config" in read_json(settings))
         or {"optim", "model_init_kwargs"} & (config.get("trl") or {}).keys()
     )

@@ -150,15 +150,15 @@ def check_own_functions(config: Any, prompt: Prompt) -> None:
     """Call each function once on made-up completions of a prompt; ConfigError where one does not work."""
     functions = own_functions(config)
     group = _made_up_group(config, prompt)
-    in_reward = getattr(config, "kl_in", "loss") == "reward"
     if "keep" in functions:
         functions["keep"].weights([group, group])
     if "loss" in functions:
+        has_reference = config.trl.get("beta") and not config.has_kl_in_reward
         likely_BT = torch.full(group.mask.shape, -1.0)
         functions["loss"].loss(
             logprobs=likely_BT.clone().requires_grad_(),
             old_logprobs=likely_BT,
-            ref_logprobs=likely_BT if config.trl.get("beta") and not in_reward else None,
+            ref_logprobs=likely_BT if has_reference else None,
             engine_weights=torch.ones_like(likely_BT),
             entropies=-likely_BT,
             advantages=likely_BT,

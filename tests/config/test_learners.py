@@ -294,7 +294,7 @@ def test_where_every_scored_completion_teaches() -> None:
         ),
         (
             {"trl": {"sync_ref_model": True, "beta": 0.1}},
-            "with adapters that is the base, which stays; say --full, or leave it out",
+            "with adapters that is the base, which stays; say --full, or leave sync_ref_model out",
         ),
         ({"lora": None, "trl": {"sync_ref_model": True}}, "without beta there is none; say"),
         (

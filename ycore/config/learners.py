@@ -54,6 +54,12 @@ class PolicyGradientConfig(RunConfig):
     loss: OwnFunctionName | None = None  # another, in place of TRL's loss
 
     @property
+    def learns_from_equal_rewards(self) -> str | None:
+        if self.loss is not None:
+            return f"--loss {self.loss}"
+        return super().learns_from_equal_rewards
+
+    @property
     def has_kl_in_reward(self) -> bool:
         """Whether the KL of `beta` is taken from the rewards, and no term of the loss."""
         return getattr(self, "kl_in", "loss") == "reward"
@@ -141,6 +147,12 @@ class AdvantageConfig(PolicyGradientConfig):
 
     # `group` leaves it to TRL's `scale_rewards`; `file.py:function` is your own.
     advantage: Advantage | OwnFunctionName = "group"
+
+    @property
+    def learns_from_equal_rewards(self) -> str | None:
+        if self.advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE):
+            return f"--advantage {self.advantage}"
+        return super().learns_from_equal_rewards
 
     @property
     def uses_trl_advantages(self) -> bool:
@@ -282,6 +294,10 @@ class PPOConfig(PolicyGradientConfig):
     has_critic: ClassVar = True
 
     @property
+    def learns_from_equal_rewards(self) -> str | None:
+        return f"ycore {self.algorithm}"
+
+    @property
     def teaches_alone(self) -> bool:
         return True
 
@@ -323,6 +339,10 @@ class DistillConfig(AdvantageConfig):
     @property
     def uses_trl_advantages(self) -> bool:
         return False
+
+    @property
+    def learns_from_equal_rewards(self) -> str | None:
+        return f"ycore {self.algorithm}"
 
     @property
     def teaches_alone(self) -> bool:

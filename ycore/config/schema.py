@@ -357,7 +357,7 @@ class BaseConfig(Strict):
             rule = f"{self.accelerate} cuts up what a checkpoint must hold whole; say --accelerate zero2"
         if rule is not None:
             raise ConfigError(
-                f"sync_ref_model moves the reference, and {rule}, or leave it out"
+                f"sync_ref_model moves the reference, and {rule}, or leave sync_ref_model out"
             )
 
     @property
@@ -550,6 +550,12 @@ class RunConfig(ScoredConfig, RowSettings):
         to replace but prompts that no reward could score. The same holds for groups of one.
         """
         return self.group_size == 1
+
+    @property
+    def learns_from_equal_rewards(self) -> str | None:
+        """Name what gives a step a gradient where all rewards are equal; None where nothing does."""
+        terms = ("beta", "entropy_coef", "use_adaptive_entropy")
+        return next((f"{name} {self.trl[name]}" for name in terms if self.trl.get(name)), None)
 
     @property
     def environments(self) -> dict[str, str]:

@@ -335,7 +335,9 @@ def check_arguments(arguments: Iterable[str]) -> None:
     for name in arguments:
         if "-" in name:
             known = name.replace("-", "_")
-            raise ConfigError(f"engine.args.{name} is written engine.args.{known}; say that")
+            raise ConfigError(
+                f"engine.args.{name} must have no hyphens; say engine.args.{known}"
+            )
         if name in _OWNED:
             raise ConfigError(f"engine.args.{name} is not passed on: {_OWNED[name]}")
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ycore.advantages import TOKEN_ADVANTAGE, TURN_ADVANTAGE
 from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
 from ycore.errors import ConfigError, nearest
@@ -264,7 +263,7 @@ def check_evaluation(config: RunConfig) -> None:
         "eval_limit": config.eval_limit,
     }
     _check_options(config, settings, more, "name them, e.g. --eval-dataset test.jsonl")
-    always = _always_learns(config)
+    always = config.learns_from_equal_rewards
     if always and any(
         name == NOTHING_TO_LEARN for name, _ in map(parse_rule, config.stop_when)
     ):
@@ -278,19 +277,6 @@ def check_evaluation(config: RunConfig) -> None:
                 f"eval_rewards has {spec.reward}, and only models of the run's own rewards are served; "
                 "give it as a reward too, with weight 0 if it is not to train"
             )
-
-
-def _always_learns(config: RunConfig) -> str | None:
-    """Name what gives a step a gradient also where all rewards are equal; None without it."""
-    if config.algorithm in ("ppo", "distill"):
-        return f"ycore {config.algorithm}"
-    advantage = getattr(config, "advantage", "group")
-    if advantage in (TOKEN_ADVANTAGE, TURN_ADVANTAGE):
-        return f"--advantage {advantage}"
-    if "loss" in config.own_functions:
-        return f"--loss {config.own_functions['loss']}"
-    terms = ("beta", "entropy_coef", "use_adaptive_entropy")
-    return next((f"{name} {config.trl[name]}" for name in terms if config.trl.get(name)), None)
 
 
 def check_measuring(config: TuneConfig, num_held_out: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ycore.config.learners import PPOConfig
 from ycore.config.schema import EvalConfig, RewardConfig, RunConfig, TuneConfig
 from ycore.data.prompts import load_prompts
 from ycore.errors import ConfigError
@@ -40,6 +41,8 @@ def config(**settings: Any) -> RunConfig:
         "num_samples": 4,
     }
     config_class = EvalConfig if "pairs" in settings else RunConfig
+    if settings.get("algorithm") == "ppo":
+        config_class = PPOConfig
     return config_class.model_validate({**base, **settings})
 
 

@@ -19,7 +19,7 @@ from tests.tiny_model import write_tiny_model
 from tests.trainer.test_durable_run import STEPS, die, make, numbers, train
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.evaluation import during_training
-from ycore.evaluation.during_training import RolloutEvaluation
+from ycore.evaluation.during_training import Evaluation, RolloutEvaluation
 from ycore.round.assemble import assemble
 from ycore.run.files import RunFolder
 from ycore.run.metrics import read_metrics
@@ -154,6 +154,57 @@ def test_the_best_model_is_kept_beside_the_last(
     )
     last = load_file(folder.model / "adapter_model.safetensors")
     assert not all(torch.equal(saved[name], last[name]) for name in saved)
+
+
+class Scripted(Evaluation):
+    """An evaluation whose figures are given by step."""
+
+    def __init__(self, run: Any, config: Any, rewards: dict[int, float]) -> None:
+        super().__init__(run, config, measures=True)
+        self.rewards = rewards
+
+    def _figures(self, step: int) -> dict[str, float]:
+        return {"ycore/eval/reward": self.rewards[step]}
+
+
+@pytest.mark.parametrize("resumed", [2, 4])
+def test_after_a_best_that_is_taken_again_the_next_best_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: int
+) -> None:
+    """The best model, of step 4, goes with its step; that of step 2 was replaced by it, and is not there again."""
+    monkeypatch.setattr(during_training, "Trainer", Mock())
+    folder = evaluated(tmp_path, tmp_path, keep_best="reward")
+    rewards = {0: 0.1, 2: 0.5, 4: 0.9}
+    rows = [{"step": step, "ycore/eval/reward": value} for step, value in rewards.items()]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder.best.mkdir()
+    (folder.best / "evaluation.json").write_text(json.dumps(rows[-1]))
+    trainer = Mock()
+    trainer.args.max_steps = 8
+    run = SimpleNamespace(
+        home=folder,
+        trainer=trainer,
+        leads=True,
+        ended_early=None,
+        last_step_s=1.0,
+        mark_progress=Mock(),
+        sum_over_ranks=float,
+        save_model_in=lambda place: place.mkdir(),
+    )
+    config = RunConfig.model_validate(json.loads(folder.config.read_text())["config"])
+    evaluation = Scripted(run, config, {4: 0.3, 6: 0.4, 8: 0.2})
+    control = SimpleNamespace(should_training_stop=False)
+    state = trainer.state
+    state.global_step = resumed
+    evaluation.on_train_begin(trainer.args, state, control)  # type: ignore[arg-type]
+    for step in range(resumed + 2, 9, 2):
+        state.global_step = step
+        evaluation.on_step_end(trainer.args, state, control)  # type: ignore[arg-type]
+    evaluation.finish()
+    best = json.loads(folder.held_out.read_text())["best"]
+    expected = {"step": 6, "reward": 0.4} if resumed == 2 else {"step": 4, "reward": 0.9}
+    assert best == expected
+    assert json.loads((folder.best / "evaluation.json").read_text())["step"] == best["step"]
 
 
 def test_a_run_without_gain_ends_early_and_is_finished(

@@ -20,10 +20,11 @@ from ycore.evaluation.held_out import (
     count_groups,
     evaluate_policy,
     evaluation_figures,
-    evaluation_summary,
     figure_names,
+    first_and_last,
     is_due,
     pair_figures,
+    watched_metric,
     why_stop,
 )
 from ycore.rewards.answers import final_answer
@@ -355,8 +356,9 @@ def test_a_loss_is_best_where_it_is_lowest() -> None:
     assert why_stop(metrics[:2], tuning(stop_when=["no-gain:1"])) is None
     reason = why_stop(metrics, tuning(stop_when=["no-gain:1"]))
     assert reason == "no gain in 1 evaluations over loss 1 of step 1"
-    ends = evaluation_summary(metrics, tuning("reward", keep_best="loss"))
-    assert (ends["held_out"]["after"]["loss"], ends["best"]["step"]) == (1.5, 1)
+    assert first_and_last(metrics)["held_out"]["after"]["loss"] == 1.5
+    best = best_of(metrics, watched_metric(tuning("reward", keep_best="loss")))
+    assert best is not None and best["step"] == 1
     by_accuracy = tuning("reward", keep_best="accuracy", stop_when=["no-gain:2"])
     assert "over accuracy 0.5 of step 0" in str(why_stop(metrics, by_accuracy))
 
@@ -394,20 +396,9 @@ def test_what_an_evaluation_of_examples_cannot_have_is_refused_by_name(
     assert said in str(caught.value)
 
 
-def test_the_report_has_both_ends_and_the_best() -> None:
-    summary = evaluation_summary(
-        rows(0.1, 0.5, 0.4), config(eval_dataset="t", keep_best="reward")
-    )
-    assert (
-        summary["held_out"]["before"]["reward"],
-        summary["held_out"]["after"]["step"],
-        summary["best"]["step"],
-    ) == (
-        0.1,
-        4,
-        2,
-    )
-    assert evaluation_summary([{"step": 1, "reward": 0.5}], config()) == {}
+def test_the_report_has_both_ends() -> None:
+    ends = first_and_last(rows(0.1, 0.5, 0.4))["held_out"]
+    assert (ends["before"]["reward"], ends["after"]["step"]) == (0.1, 4)
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,11 @@ from ycore.config.schema import AnyConfig, RunConfig
 from ycore.errors import Interrupted
 from ycore.evaluation.held_out import (
     as_metrics,
-    best_of,
     evaluate_policy,
-    evaluation_summary,
+    first_and_last,
     is_due,
     metric_score,
+    row_figures,
     watched_metric,
     why_stop,
 )
@@ -87,8 +87,7 @@ class Evaluation(TrainerCallback, ABC):
         step = state.global_step
         rows = read_metrics(self._folder.metrics)
         self._rows = [row for row in rows if row.get("step", 0) <= step]
-        record = self._folder.best / _RECORD
-        if self._run.leads and record.is_file() and read_json(record)["step"] > step:
+        if self._run.leads and self._kept().get("step", 0) > step:
             shutil.rmtree(self._folder.best)  # of a step that is taken again
         if self._is_due(step) and not self._is_measured(step):
             self._log(self._measure(step))
@@ -119,7 +118,10 @@ class Evaluation(TrainerCallback, ABC):
             self._log(self._measure(step))
         if not self._run.leads:
             return
-        summary = facts | evaluation_summary(self._rows, self._config)
+        evaluations = [row for row in self._rows if is_evaluation(row)]
+        summary = facts | (first_and_last(evaluations) if evaluations else {})
+        if self._config.keep_best and (best := self._kept()):
+            summary["best"] = row_figures(best)
         if self._run.ended_early is not None:
             summary["ended_early"] = self._run.ended_early
         if summary:
@@ -171,8 +173,8 @@ class Evaluation(TrainerCallback, ABC):
         if self._config.keep_best is None:
             return
         metric = watched_metric(self._config)
-        best = best_of(self._rows, metric) or {}
-        if metric_score(figures, metric) <= metric_score(best, metric):
+        is_better = metric_score(figures, metric) > metric_score(self._kept(), metric)
+        if not self._run.sum_over_ranks(self._run.leads and is_better):
             return
         fresh, old = (self._folder.root / f".best.{name}" for name in ("new", "old"))
         with working("saving the best model"):
@@ -186,6 +188,11 @@ class Evaluation(TrainerCallback, ABC):
             sync(self._folder.root)
             shutil.rmtree(old, ignore_errors=True)
         self._run.trainer.accelerator.wait_for_everyone()
+
+    def _kept(self) -> JsonObject:
+        """Return the step and the figures of the model in `best/`; {} where it is not there."""
+        record = self._folder.best / _RECORD
+        return read_json(record) if record.is_file() else {}
 
     def _save(self, folder: Path) -> None:
         self._run.save_model_in(folder)

@@ -20,7 +20,7 @@ from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
 from ycore.errors import ConfigError, nearest
 from ycore.rewards.answers import final_answer
 from ycore.rewards.loading import reward_names
-from ycore.run.metrics import EVALUATION, STEP_SECONDS, Row, is_evaluation, number, pass_at_k
+from ycore.run.metrics import EVALUATION, STEP_SECONDS, Row, number, pass_at_k
 from ycore.run.tasks import together
 from ycore.run.work import working
 from ycore.scoring.group_rewards import compared_rewards, constraints_of, without_none
@@ -404,14 +404,3 @@ def first_and_last(evaluations: Sequence[Row]) -> JsonObject:
     """Return the first of these evaluations and the last."""
     ends = {"before": row_figures(evaluations[0]), "after": row_figures(evaluations[-1])}
     return {"held_out": ends}
-
-
-def evaluation_summary(rows: Sequence[Row], config: AnyConfig) -> JsonObject:
-    """Return the first evaluation and the last, and the best where it is kept."""
-    evaluations = [row for row in rows if is_evaluation(row)]
-    if not evaluations:
-        return {}
-    summary = first_and_last(evaluations)
-    if config.keep_best and (best := best_of(evaluations, watched_metric(config))):
-        summary["best"] = row_figures(best)
-    return summary

@@ -361,6 +361,14 @@ def test_what_may_change_is_what_there_is() -> None:
         ({"steps": 9}, {"steps": 10}, ""),
         ({"engine": {"count": 1}}, {"engine": {"count": 2}}, ""),
         ({"trl": {"report_to": "wandb"}}, {"trl": {}}, ""),
+        ({}, {"eval_dataset": "a", "eval_rewards": ["length"], "eval_every": 2}, ""),
+        ({"eval_dataset": "a"}, {"eval_dataset": "b"}, "eval_dataset: 'a' there, 'b' here"),
+        (
+            {"eval_dataset": "a"},
+            {"eval_dataset": "a", "eval_rewards": ["length"]},
+            "eval_rewards: None there, ['length'] here",
+        ),
+        ({"held_out": 9}, {"held_out": 9, "eval_split": "test"}, "eval_split: None there"),
     ],
 )
 def test_differences_are_named(

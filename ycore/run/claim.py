@@ -284,8 +284,7 @@ FREE = {
     "engine.start_timeout_s", "engine.request_timeout_s", "engine.health_timeout_s", "engine.min_verified",
     "engine.environment", "reward_workers.workers", "reward_workers.deadline_s", "reward_workers.memory_gib",
     "sandbox.level", "turns.at_once", "turns.memory_gib",
-    "eval_dataset", "eval_split", "eval_limit", "eval_every", "eval_rewards", "num_samples",
-    "keep_best", "stop_when", "max_truncated", "log_every",
+    "eval_every", "num_samples", "keep_best", "stop_when", "max_truncated", "log_every",
 }  # fmt: skip
 """Settings that a resumed run may change: its folder, what it shows and how fast it is, not what it learns.
 
@@ -300,6 +299,9 @@ FREE_OF_TRL = {
 }  # fmt: skip
 """Settings under `trl` that a resumed run may change."""
 
+
+FREE_WITHOUT_EVALUATION = {"eval_dataset", "eval_split", "eval_limit", "eval_rewards"}
+"""What is measured; free where nothing was, for figures of other rows cannot be compared."""
 
 FREE_WITH_RANKS = {"trl.per_device_train_batch_size", "trl.gradient_accumulation_steps"}
 """How a rank divides its part of a step; free where the number of ranks changes too."""
@@ -331,6 +333,8 @@ def settings_that_differ(stored: Record, current: Record) -> list[Difference]:
         name = difference.name
         if name == "steps":
             return _is_more(difference.new, difference.old)
+        if name in FREE_WITHOUT_EVALUATION:
+            return not any(map(stored.get, ("eval_dataset", "eval_split", "held_out")))
         if name in FREE_WITH_RANKS:
             return stored.get("processes") != current.get("processes")
         return name in FREE or name.removeprefix("trl.") in FREE_OF_TRL

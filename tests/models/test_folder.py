@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import ycore
 from tests.tiny_model import write_tiny_model
 from ycore.errors import ModelError
 from ycore.models.names import require_chat_template, resolve_model
@@ -199,3 +200,14 @@ def test_an_adapter_that_is_saved_merged_stands_for_what_was_trained(tmp_path: P
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     plan = resolve_model(str(adapter))
     assert (plan.folder, plan.ready) == (adapter / "merged", True)
+
+
+def test_a_policy_of_quantized_weights_is_refused_and_can_be_measured(
+    model: Path, tmp_path: Path
+) -> None:
+    edit(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    rows = [{"prompt": "1 + 1 =", "answer": "2"}]
+    arguments = {"model": str(model), "dataset": rows, "reward": "exact_answer"}
+    with pytest.raises(ModelError, match=r"quantized \(gptq\).*with --quantize 4bit"):
+        ycore.dry_run("grpo", **arguments, output=str(tmp_path / "run"))
+    ycore.dry_run("eval", **arguments, output=str(tmp_path / "measured"))

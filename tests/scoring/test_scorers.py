@@ -15,7 +15,7 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
 from ycore.engine.commands import engine_command, engine_environment
 from ycore.engine.kinds import TRANSFORMERS, VLLM
-from ycore.errors import ConfigError, UserError
+from ycore.errors import ConfigError, ModelError, UserError
 from ycore.judge.declaration import with_declarations
 from ycore.launch.device_memory import RunMemory
 from ycore.launch.engines import EnginePlan, plan_engines
@@ -366,9 +366,9 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_anything_starts(
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (teacher / "tokenizer.json").write_text(json.dumps(written))
     message = f"teacher {teacher} has another tokenizer than the policy: 'a' is {vocab['b']} in the policy's and"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ModelError, match=message):
         check_scorers(config, [], engine=VLLM)
-    with pytest.raises(ConfigError, match="take a teacher of the same family"):
+    with pytest.raises(ModelError, match="take one of the same family"):
         planned(config, tmp_path, fetch=Path)
 
 
@@ -385,7 +385,7 @@ def test_a_teacher_in_the_trainer_has_no_engine_and_is_compared_before_anything_
     written = json.loads((teacher / "tokenizer.json").read_text())
     written["model"]["vocab"]["a"] = 999
     (teacher / "tokenizer.json").write_text(json.dumps(written))
-    with pytest.raises(ConfigError, match="take a teacher of the same family"):
+    with pytest.raises(ModelError, match="take one of the same family"):
         planned(config, tmp_path, fetch=Path)
     served = config_of({"reward": f"teacher:{policy}"}, model=str(policy), algorithm="distill")
     with pytest.raises(

@@ -112,7 +112,7 @@ BAD: tuple[tuple[str, str], ...] = (
     ("--loss-type drgrpo", "it is 'drgrpo'; did you mean 'dr_grpo'?"),
     ("--report-to wandbb", "it is 'wandbb'; did you mean 'wandb'?"),
     ("--log-completions maybe", "log_completions must be true or false; it is 'maybe'"),
-    ("--deepspeed {place}/zero9.json", "there is no file"),
+    ("--deepspeed {place}/zero9.json", "leave it out, and take --accelerate zero2"),
     (
         "--engine vlm",
         "engine.kind must be 'auto', 'vllm' or 'transformers'; it is 'vlm'; did you mean 'vllm'?",

@@ -375,12 +375,21 @@ def _with_trl(**trl: object) -> RunConfig:
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="fsdp_config is a JSON file or JSON text; there is no file"
+        ConfigError, match="accelerator_config is a JSON file or JSON text; there is no file"
     ):
-        check_needs(_with_trl(fsdp_config=str(tmp_path / "none.json")))
-    (tmp_path / "fsdp.json").write_text("{}")
-    check_needs(_with_trl(fsdp_config=str(tmp_path / "fsdp.json")))
+        check_needs(_with_trl(accelerator_config=str(tmp_path / "none.json")))
+    (tmp_path / "some.json").write_text("{}")
+    check_needs(_with_trl(accelerator_config=str(tmp_path / "some.json")))
     check_needs(_with_trl(accelerator_config='{"split_batches": false}'))
+
+
+@pytest.mark.parametrize(
+    "trl", [{"deepspeed": "zero3.json"}, {"fsdp": "full_shard"}, {"fsdp_config": {"a": 1}}]
+)
+def test_sharding_that_the_plan_does_not_know_is_refused(trl: dict[str, Any]) -> None:
+    """It was planned as ddp; under ZeRO-3 a sync of adapters would hang."""
+    with pytest.raises(ConfigError, match=rf"{next(iter(trl))} shards .*take --accelerate"):
+        check_needs(_with_trl(**trl))
 
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

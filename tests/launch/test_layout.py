@@ -27,6 +27,7 @@ from ycore.launch.layout import (
     layout_of,
     on_machine,
     planned_site,
+    site_of,
 )
 from ycore.plan.devices import check_bfloat16
 from ycore.plan.memory import SHARDINGS, Sharding
@@ -193,6 +194,24 @@ def test_more_processes_in_a_file_than_devices(tmp_path: Path) -> None:
 )
 def test_only_zero3_and_fsdp_leave_no_rank_the_whole_policy(name: str, shards: bool) -> None:
     assert layout_of(config(processes=2, accelerate=name), EIGHT).shards_weights is shards
+
+
+def test_a_file_that_shards_has_the_rules_of_the_sharding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "this_machine", lambda: EIGHT)
+    (tmp_path / "three.json").write_text('{"zero_optimization": {"stage": 3}}')
+    for deepspeed in ("zero_stage: 3", f"deepspeed_config_file: {tmp_path}/three.json"):
+        file = written(
+            tmp_path,
+            f"distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {{{deepspeed}}}\n",
+        )
+        assert layout_of(config(accelerate=file), EIGHT).shards_weights
+        with pytest.raises(ConfigError, match=r"4bit keeps the base whole.* zero3 shards it"):
+            site_of(config(accelerate=file, quantize="4bit", engine=EngineSettings()))
+    (tmp_path / "three.json").write_text("stage: 3")
+    with pytest.raises(ConfigError, match=r"three.json cannot be read.*which is a JSON file"):
+        assert layout_of(config(accelerate=file), EIGHT).sharding
 
 
 def test_the_environment_says_a_machines_place_before_a_file(

@@ -22,7 +22,7 @@ from ycore.config.algorithms import (
     find_entry,
 )
 from ycore.config.presets import find_preset
-from ycore.config.schema import SHARDS_WEIGHTS, AnyConfig, BaseConfig, RunConfig, TuneConfig
+from ycore.config.schema import AnyConfig, BaseConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import alias_value, aliases, refusal
 from ycore.config.trl_fields import coerce, familiar_options
 from ycore.errors import ConfigError, RewardError, UserError, must_be, nearest
@@ -352,7 +352,6 @@ _PACKAGES = {
     "wandb": "'ycore[wandb]'",
     "trackio": "'ycore[trackio]'",
     "liger_kernel": "liger-kernel",
-    "deepspeed": "'ycore[deepspeed]'",
     "bitsandbytes": "'ycore[qlora]'",
 }
 """How the packages are installed that some settings need."""
@@ -367,14 +366,19 @@ def check_needs(config: AnyConfig) -> None:
         if name not in (None, "none", "all"):
             package = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "kubernetes"}
             _require(package.get(name, name), f"--report-to {name}")
-    for name in ("deepspeed", "fsdp_config", "accelerator_config"):
-        file = config.trl.get(name)
-        if isinstance(file, str) and not os.path.isfile(os.path.expanduser(file)):
-            raise ConfigError(f"{name} is a JSON file or JSON text; there is no file {file!r}")
+    for name in ("deepspeed", "fsdp", "fsdp_config"):
+        if config.trl.get(name):
+            raise ConfigError(
+                f"{name} shards the model where neither plan nor engines know of it; leave it out, and take --accelerate "
+                "zero2, zero3 or fsdp2, or an accelerate config (a DeepSpeed config is its deepspeed_config_file)"
+            )
+    file = config.trl.get("accelerator_config")
+    if isinstance(file, str) and not os.path.isfile(os.path.expanduser(file)):
+        raise ConfigError(
+            f"accelerator_config is a JSON file or JSON text; there is no file {file!r}"
+        )
     if config.trl.get("use_liger_kernel"):
         _require("liger_kernel", "--use-liger-kernel")
-    if config.trl.get("deepspeed") is not None:
-        _require("deepspeed", "--deepspeed")
 
 
 def _require(package: str, option: str) -> None:
@@ -390,10 +394,6 @@ def _check_quantize(config: AnyConfig) -> None:
         rule = "is for the frozen base of a LoRA run; leave --full out"
     elif config.algorithm_row.trains_reward_model:
         rule = "cannot be: a reward model is saved whole; leave --quantize out"
-    elif config.accelerate in SHARDS_WEIGHTS:
-        rule = (
-            f"keeps the base whole on each rank, and {config.accelerate} shards it; take zero2"
-        )
     if rule is not None:
         raise ConfigError(f"--quantize 4bit {rule}")
     _require("bitsandbytes", "--quantize 4bit")

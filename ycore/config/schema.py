@@ -342,6 +342,10 @@ class BaseConfig(Strict):
             )
         if self.trl.get("sync_ref_model") and self.algorithm != "eval":
             self._check_moving_reference()
+        if self.quantize is not None and self.accelerate in SHARDS_WEIGHTS:
+            raise ConfigError(
+                f"--quantize 4bit keeps the base whole on each rank, and {self.accelerate} shards it; take zero2"
+            )
         if self.split != "train":
             _check_split("--split", self.split, self.dataset)
 

@@ -5,6 +5,7 @@ such list: WSL2 has none, and a GPU that MIG divides is one file and several dev
 """
 
 import importlib.metadata
+import json
 import os
 import shlex
 import shutil
@@ -200,7 +201,7 @@ class Layout:
     def sharding(self) -> Sharding:
         if self.uses_fsdp:
             return "hsdp" if self.replicas > 1 else "fsdp2"
-        stage = (self.accelerate.get("deepspeed_config") or {}).get("zero_stage")
+        stage = _zero_stage(self.accelerate.get("deepspeed_config") or {})
         return next((name for name in SHARDINGS if name == f"zero{stage}"), "ddp")
 
     @property
@@ -306,6 +307,9 @@ def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
     check_bfloat16(config.dtype, machine.without_bfloat16)
     site = planned_site(config, machine, trains=trains)
     check_deepspeed(config, site.layout)
+    if config.accelerate not in (None, *SHARDINGS):
+        # What a file shards has the rules of the same sharding by name.
+        config.model_copy(update={"accelerate": site.layout.sharding}).check()
     return site
 
 
@@ -617,6 +621,20 @@ def _read_accelerate_file(path: Path) -> Settings:
             f"{path}: ycore knows FSDP of version 2; say fsdp_version: 2 under fsdp_config"
         )
     return settings | place_here()
+
+
+def _zero_stage(deepspeed: Settings) -> Any:
+    """Return the stage of an accelerate config's DeepSpeed, or of the DeepSpeed config that it names."""
+    file = deepspeed.get("deepspeed_config_file")
+    if file is None:
+        return deepspeed.get("zero_stage")
+    try:
+        settings = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        return settings.get("zero_optimization", {}).get("stage", 0)
+    except (OSError, ValueError, AttributeError) as problem:
+        raise ConfigError(
+            f"deepspeed_config_file {file} cannot be read ({problem}); name a DeepSpeed config, which is a JSON file"
+        ) from None
 
 
 def _check_machines_meet(settings: Settings, path: Path) -> None:

@@ -58,10 +58,7 @@ def _check_options(config: RunConfig, site: Site, kind: EngineKind) -> None:
         batch = derive_batch(config, world_size=layout.world, on_cpu=not site.machine.devices)
         if config.sampling.max_staleness:
             _check_ahead(config, batch, kind)
-    cuts_up = layout.uses_deepspeed or layout.uses_fsdp
-    if config.algorithm == "ppo" and (
-        cuts_up or config.trl.get("deepspeed") or config.trl.get("fsdp")
-    ):
+    if config.algorithm == "ppo" and (layout.uses_deepspeed or layout.uses_fsdp):
         raise ConfigError(
             "ycore ppo clips and warms up its critic apart, which DeepSpeed and FSDP cannot; take --accelerate ddp"
         )

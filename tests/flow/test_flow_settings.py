@@ -65,6 +65,8 @@ def test_options_win_over_set_which_wins_over_the_recipe() -> None:
         ({"processes": 2}, "processes must be 1; it is 2"),
         ({"dtype": "bfloat16"}, "dtype must be 'float32'; it is 'bfloat16'"),
         ({"quantize": "4bit"}, "takes no quantize"),
+        ({"merge": True}, "takes no merge"),
+        ({"sampling": {"drop_after": 1}}, "takes no sampling.drop_after"),
         ({"trl": {"beta": 0.1}}, "takes no trl, and it is"),
         (
             {"sampling": {"curriculum": True}},

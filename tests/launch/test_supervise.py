@@ -5,6 +5,7 @@ The engines are processes of the test's own that answer `/health` over a unix so
 """
 
 import io
+import math
 import re
 import sys
 import tempfile
@@ -19,7 +20,13 @@ import psutil
 import pytest
 
 from tests.tiny_model import write_tiny_model
-from ycore.config.schema import EngineSettings, RewardConfig, RunConfig, SamplingSettings
+from ycore.config.schema import (
+    EngineSettings,
+    RewardConfig,
+    RunConfig,
+    SamplingSettings,
+    TuneConfig,
+)
 from ycore.engine import commands
 from ycore.engine.commands import EngineSpec
 from ycore.engine.server import is_healthy
@@ -27,6 +34,7 @@ from ycore.errors import EngineError, TrainerError
 from ycore.launch import launcher
 from ycore.launch.engine_watch import LiveEngine
 from ycore.launch.launcher import RunKind, run_worker
+from ycore.launch.supervise import limits_of
 from ycore.plan.devices import usable_cores
 from ycore.run.files import RunFolder, read_json
 from ycore.run.metrics import read_metrics
@@ -415,3 +423,12 @@ for number in range(1, 31):
     config = with_engine(config, count="auto", devices=2)
     output = run(code, config.model_copy(update=changes))
     assert output.count("engine.devices=3 would take") == 1 and "finished after 30" in output
+
+
+def test_a_run_on_given_examples_has_no_limit_that_it_could_not_change() -> None:
+    """`ycore dpo --precompute-ref-log-probs` asks the reference for every row before the first step."""
+    settings = {"model": "m", "dataset": "d", "output": "o"}
+    limits = limits_of(TuneConfig.model_validate(settings | {"algorithm": "dpo"}))
+    assert limits.start_s == limits.step_s == math.inf
+    rollouts = settings | {"rewards": [{"reward": "exact_answer"}], "step_timeout_s": 7}
+    assert limits_of(RunConfig.model_validate(rollouts)).step_s == 7

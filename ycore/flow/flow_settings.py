@@ -58,7 +58,17 @@ class FlowSettings(Strict):
         return self.sampler or ("sde" if self.method == "grpo" else "ode")
 
 
-_NOT_TAKEN = ("quantize", "accelerate", "trust_remote_code", "trl")
+_NOT_TAKEN = ("quantize", "accelerate", "trust_remote_code", "trl", "merge", "deterministic")
+_SAMPLING_NOT_TAKEN = (
+    *(
+        "curriculum",
+        "max_staleness",
+        "oversample",
+        "reuse",
+        "drop_after",
+        "min_effective_share",
+    ),
+)
 
 
 class FlowConfig(ScoredConfig):
@@ -101,7 +111,7 @@ class FlowConfig(ScoredConfig):
             raise ConfigError(
                 f"flow.window must be below flow.steps, {flow.steps}, whose last step has no noise; it is {flow.window}"
             )
-        for key in ("curriculum", "max_staleness", "oversample", "reuse"):
+        for key in _SAMPLING_NOT_TAKEN:
             if getattr(self.sampling, key) != SamplingSettings.model_fields[key].default:
                 raise ConfigError(f"ycore flow takes no sampling.{key}; leave it out")
         for spec in (*self.rewards, *self.eval_rewards):

@@ -1,5 +1,6 @@
 """Watch a run's processes until it ends: show progress, restart what died, and turn every end into its error."""
 
+import math
 import re
 import shlex
 import signal
@@ -69,7 +70,7 @@ def limits_of(config: BaseConfig) -> TrainerLimits:
         return TrainerLimits(config.step_timeout_s, config.restarts, start_s)
     if isinstance(config, ScoredConfig):
         return TrainerLimits(config.step_timeout_s, config.restarts)
-    return TrainerLimits()
+    return TrainerLimits(math.inf, start_s=math.inf)  # it waits for nobody
 
 
 class Rebalanced(BaseException):

@@ -209,8 +209,8 @@ def test_a_file_that_shards_has_the_rules_of_the_sharding(
         assert layout_of(config(accelerate=file), EIGHT).shards_weights
         with pytest.raises(ConfigError, match=r"4bit keeps the base whole.* zero3 shards it"):
             site_of(config(accelerate=file, quantize="4bit", engine=EngineSettings()))
-    (tmp_path / "three.json").write_text("stage: 3")
-    with pytest.raises(ConfigError, match=r"three.json cannot be read.*which is a JSON file"):
+    (tmp_path / "three.json").write_text("[3]")
+    with pytest.raises(ConfigError, match=r"three.json must be a mapping of keys"):
         assert layout_of(config(accelerate=file), EIGHT).sharding
 
 

@@ -5,7 +5,6 @@ such list: WSL2 has none, and a GPU that MIG divides is one file and several dev
 """
 
 import importlib.metadata
-import json
 import os
 import shlex
 import shutil
@@ -625,16 +624,13 @@ def _read_accelerate_file(path: Path) -> Settings:
 
 def _zero_stage(deepspeed: Settings) -> Any:
     """Return the stage of an accelerate config's DeepSpeed, or of the DeepSpeed config that it names."""
-    file = deepspeed.get("deepspeed_config_file")
-    if file is None:
+    if (file := deepspeed.get("deepspeed_config_file")) is None:
         return deepspeed.get("zero_stage")
-    try:
-        settings = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-        return settings.get("zero_optimization", {}).get("stage", 0)
-    except (OSError, ValueError, AttributeError) as problem:
-        raise ConfigError(
-            f"deepspeed_config_file {file} cannot be read ({problem}); name a DeepSpeed config, which is a JSON file"
-        ) from None
+    path = Path(file).expanduser()
+    way_out = "name a DeepSpeed config, which is a JSON file"
+    text = read_yaml_file(path, what="deepspeed_config_file", way_out=way_out)
+    settings = parse_yaml(text, what=str(path), example="zero_optimization")
+    return (settings.get("zero_optimization") or {}).get("stage", 0)
 
 
 def _check_machines_meet(settings: Settings, path: Path) -> None:

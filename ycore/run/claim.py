@@ -301,7 +301,7 @@ FREE_OF_TRL = {
 
 
 FREE_WITHOUT_EVALUATION = {"eval_dataset", "eval_split", "eval_limit", "eval_rewards"}
-"""What is measured; free where nothing was, for figures of other rows cannot be compared."""
+"""Settings that a resumed run may change where it measured nothing, as figures of other rows cannot be compared."""
 
 FREE_WITH_RANKS = {"trl.per_device_train_batch_size", "trl.gradient_accumulation_steps"}
 """How a rank divides its part of a step; free where the number of ranks changes too."""

@@ -348,6 +348,7 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
                     {"accelerate": "zero3", "processes": 2},
                     "zero3, fsdp2 and hsdp cut up the base",
                 ),
+                (CORES, {"lora": {"r": 513}}, "engines take adapters of rank 512 at most"),
                 (
                     CORES,
                     {"engine": {"tensor_parallel": 2}},
@@ -364,6 +365,11 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
                     "transformers is sent no weights",
                 ),
             ]
+        ),
+        (
+            TWO_24,
+            {"engine": {"sleep": True, "args": {"speculative_config": {"model": "draft"}}}},
+            "engines that sleep drop the weights of a model that drafts",
         ),
         (
             H100,

@@ -209,14 +209,13 @@ def engine_command(engine: EngineSpec) -> list[str]:
     return [sys.executable, "-m", "ycore.engine.serve", *words]
 
 
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters for which vLLM allocates (`MaxLoRARanks`)."""
+
+
 def engine_rank(rank: int) -> int:
-    """Return the rank that vLLM allocates for adapters of rank `rank` (`MaxLoRARanks`); ConfigError above the largest."""
-    for allocated in (1, 8, 16, 32, 64, 128, 256, 320, 512):
-        if allocated >= rank:
-            return allocated
-    raise ConfigError(
-        f"engine.sync=adapter: vLLM's engines take adapters of rank 512 at most, not {rank}"
-    )
+    """Return the rank that vLLM allocates for adapters of rank `rank`, which is at most the largest."""
+    return next(allocated for allocated in ENGINE_RANKS if allocated >= rank)
 
 
 def engine_environment(engine: EngineSpec) -> dict[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ycore.config.schema import BaseConfig, RunConfig
 from ycore.config.trl_arguments import BatchPlan, derive_batch
-from ycore.engine.commands import check_arguments
+from ycore.engine.commands import ENGINE_RANKS, check_arguments
 from ycore.engine.kinds import INSTALL_VLLM, EngineKind, choose_kind
 from ycore.errors import ConfigError
 from ycore.launch import engines
@@ -102,6 +102,12 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
         raise ConfigError(
             f"{_AHEAD}, and here engines and trainer take turns on a device; leave --max-staleness out, or give "
             "engines some devices alone (--set engine.devices=N), or say --set engine.sleep=false where both fit"
+        )
+    drafts = str(config.engine.args.get("speculative_config", "ngram"))
+    if sleeps and not any(method in drafts for method in ("ngram", "suffix")):
+        raise ConfigError(
+            "engines that sleep drop the weights of a model that drafts, and are sent the policy's alone; say "
+            "--set engine.sleep=false where both fit, or leave engine.args.speculative_config out"
         )
     sync = config.engine.sync
     on_cpu = not site.machine.devices
@@ -296,6 +302,8 @@ def _check_sync(config: RunConfig, arrangement: Arrangement, *, sleeps: bool) ->
             "zero3, fsdp2 and hsdp cut up the base, whose sums are compared": layout.shards_weights,
             "workers of a wide engine divide the adapters": is_wide,
             "engines that sleep drop their base (engine.sleep)": sleeps,
+            f"engines take adapters of rank {ENGINE_RANKS[-1]} at most": config.lora is not None
+            and config.lora.r > ENGINE_RANKS[-1],
         },
         "ipc": {
             "engines copy from the memory of one training process (--processes 1)": layout.world

@@ -132,35 +132,39 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
     dataset with rewards of its own, the first of these says what is right, and the others have no figures.
     """
     size = len(group.completions)
-    sources = reward_names(config.rewards)
-    unscored = config.unscored.get(group.draw.prompt.dataset, set())
-    first = config.first_reward_of(group.draw.prompt.dataset)
     totals = without_none(compared_rewards(group, config.reward_weights))
-    sums = {"reward": (sum(totals), len(totals))}
-    for source, name in enumerate(sources):
+    sums = {"reward": (sum(totals), float(len(totals)))}
+    for source, name in enumerate(reward_names(config.rewards)):
         values = without_none(rewards[source] for rewards in group.rewards_GR)
         sums[f"rewards/{name}"] = (sum(values), len(values))
+    first = config.first_reward_of(group.draw.prompt.dataset)
     is_right = [(scores[first].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR]
-    constraints = [item for item in constraints_of(config) if item.source not in unscored]
-    right_and_kept = [
-        right and all(constraint.is_broken(rewards) is False for constraint in constraints)
-        for right, rewards in zip(is_right, group.rewards_GR, strict=True)
-    ]
-    num_right = {"pass": sum(is_right), "cot-pass": sum(right_and_kept)}
+    num_right = {
+        "pass": sum(is_right),
+        "cot-pass": _num_right_and_kept(group, config, is_right),
+    }
     for name in figure_names(config)[len(sums) :]:
         kind, k = name.split("@")
         if kind == "majority":
             is_comparable = config.rewards[first].reward in _COMPARABLE
             sums[name] = (_is_vote_right(group, is_right), 1) if is_comparable else (0.0, 0)
         elif kind == "best":
-            chooser = sources.index(name.partition("/")[2])
-            best = _first_reward_of_best(group, chooser, first=first)
-            sums[name] = (0.0, 0) if chooser in {first, *unscored} else (best, 1)
+            sums[name] = _first_reward_of_best(group, config, chooser=name.partition("/")[2])
         else:
             sums[name] = (pass_at_k(size, num_right[kind], int(k)), 1)
     num_cut = sum(completion.finish_reason == "length" for completion in group.completions)
     extras = [(group.num_written, size), (num_cut, size), (size - len(totals), 1)]
     return [*sums.values(), *extras]
+
+
+def _num_right_and_kept(group: Group, config: RunConfig, is_right: Sequence[bool]) -> int:
+    """Count the right completions that keep every constraint of their dataset."""
+    unscored = config.unscored.get(group.draw.prompt.dataset, set())
+    constraints = [item for item in constraints_of(config) if item.source not in unscored]
+    return sum(
+        right and all(constraint.is_broken(rewards) is False for constraint in constraints)
+        for right, rewards in zip(is_right, group.rewards_GR, strict=True)
+    )
 
 
 def mean_of_known(values: Iterable[float | None]) -> float | None:
@@ -176,13 +180,23 @@ def _is_vote_right(group: Group, is_right: Sequence[bool]) -> bool:
     return is_right[answers.index(winner)]
 
 
-def _first_reward_of_best(group: Group, chooser: int, *, first: int) -> float:
-    """Return the first reward of the completion for which another reward is highest (best-of-n); 0 if it is masked."""
+def _first_reward_of_best(
+    group: Group, config: RunConfig, *, chooser: str
+) -> tuple[float, float]:
+    """Return the first reward of the completion for which another reward is highest (best-of-n), and the count 1.
+
+    It is 0 if that completion is masked; where the dataset has not both rewards, the count is 0.
+    """
+    dataset = group.draw.prompt.dataset
+    first = config.first_reward_of(dataset)
+    source = reward_names(config.rewards).index(chooser)
+    if source in {first, *config.unscored.get(dataset, set())}:
+        return (0.0, 0)
     best = max(
         group.scores_GR,
-        key=lambda scores: (scores[chooser].value is not None, scores[chooser].value),
+        key=lambda scores: (scores[source].value is not None, scores[source].value),
     )
-    return best[first].value or 0.0
+    return (best[first].value or 0.0, 1)
 
 
 def evaluation_figures(table: Table, config: RunConfig) -> Metrics:

@@ -87,7 +87,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
         (["--accept-changes"], "is about a run that goes on"),
         (
             ["--set", "trl.beta=0.1"],
-            "ycore flow takes no trl, and it is {'beta': 0.1}; leave it out",
+            "ycore flow has no trl, and it is {'beta': 0.1}; leave it out",
         ),
         (
             ["--reward", "judge:here.yaml"],

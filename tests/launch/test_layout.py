@@ -200,18 +200,19 @@ def test_a_file_that_shards_has_the_rules_of_the_sharding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "this_machine", lambda: EIGHT)
-    (tmp_path / "three.json").write_text('{"zero_optimization": {"stage": 3}}')
-    for deepspeed in ("zero_stage: 3", f"deepspeed_config_file: {tmp_path}/three.json"):
-        file = written(
-            tmp_path,
-            f"distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {{{deepspeed}}}\n",
-        )
-        assert layout_of(config(accelerate=file), EIGHT).shards_weights
-        with pytest.raises(ConfigError, match=r"4bit keeps the base whole.* zero3 shards it"):
-            site_of(config(accelerate=file, quantize="4bit", engine=EngineSettings()))
-    (tmp_path / "three.json").write_text("[3]")
-    with pytest.raises(ConfigError, match=r"three.json must be a mapping of keys"):
-        assert layout_of(config(accelerate=file), EIGHT).sharding
+    kept = "deepspeed_config_file: none"  # as `accelerate config` writes it
+    text = (
+        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 3, %s}\n"
+    )
+    file = written(tmp_path, text % kept)
+    assert layout_of(config(accelerate=file), EIGHT).shards_weights
+    with pytest.raises(ConfigError, match=r"nodes.yaml: --quantize 4bit keeps .* shards it"):
+        site_of(config(accelerate=file, quantize="4bit", engine=EngineSettings()))
+    file = written(tmp_path, text % "deepspeed_config_file: ds.json")
+    with pytest.raises(
+        ConfigError, match=r"deepspeed_config_file is 'ds.json'.*say zero_stage"
+    ):
+        layout_of(config(accelerate=file), EIGHT)
 
 
 def test_the_environment_says_a_machines_place_before_a_file(

@@ -369,7 +369,7 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
         (
             TWO_24,
             {"engine": {"sleep": True, "args": {"speculative_config": {"model": "draft"}}}},
-            "engines that sleep drop the weights of a model that drafts",
+            "engines that sleep drop the weights of a draft model",
         ),
         (
             H100,

@@ -425,10 +425,10 @@ for number in range(1, 31):
     assert output.count("engine.devices=3 would take") == 1 and "finished after 30" in output
 
 
-def test_a_run_on_given_examples_has_no_limit_that_it_could_not_change() -> None:
-    """`ycore dpo --precompute-ref-log-probs` asks the reference for every row before the first step."""
+def test_a_run_on_given_examples_has_no_limit_before_its_first_step() -> None:
+    """`ycore dpo --precompute-ref-log-probs` asks the reference about every row before the first step."""
     settings = {"model": "m", "dataset": "d", "output": "o"}
     limits = limits_of(TuneConfig.model_validate(settings | {"algorithm": "dpo"}))
-    assert limits.start_s == limits.step_s == math.inf
+    assert limits.start_s == math.inf and limits.step_s == 3600
     rollouts = settings | {"rewards": [{"reward": "exact_answer"}], "step_timeout_s": 7}
     assert limits_of(RunConfig.model_validate(rollouts)).step_s == 7

@@ -211,3 +211,4 @@ def test_a_policy_of_quantized_weights_is_refused_and_can_be_measured(
     with pytest.raises(ModelError, match=r"quantized \(gptq\).*with --quantize 4bit"):
         ycore.dry_run("grpo", **arguments, output=str(tmp_path / "run"))
     ycore.dry_run("eval", **arguments, output=str(tmp_path / "measured"))
+    ycore.dry_run("grpo", **arguments, engine="transformers", output=str(tmp_path / "run"))

@@ -368,7 +368,23 @@ def test_what_may_change_is_what_there_is() -> None:
             {"eval_dataset": "a", "eval_rewards": ["length"]},
             "eval_rewards: None there, ['length'] here",
         ),
-        ({"held_out": 9}, {"held_out": 9, "eval_split": "test"}, "eval_split: None there"),
+        ({"eval_dataset": "a"}, {}, ""),
+        ({"held_out": 0}, {"held_out": 0, "eval_split": "test"}, ""),
+        (
+            {"held_out": None},
+            {"held_out": None, "eval_split": "test"},
+            "eval_split: None there",
+        ),
+        (
+            {"mixture": [{"eval_dataset": "a"}], "eval_limit": 5},
+            {"mixture": [{"eval_dataset": "a"}], "eval_limit": 6},
+            "eval_limit: 5 there, 6 here",
+        ),
+        (
+            {"algorithm": "flow", "eval_rewards": []},
+            {"algorithm": "flow", "eval_rewards": ["j"]},
+            "eval_rewards.0: None there",
+        ),
     ],
 )
 def test_differences_are_named(

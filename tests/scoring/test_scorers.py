@@ -15,13 +15,14 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet
 from ycore.engine.commands import engine_command, engine_environment
 from ycore.engine.kinds import TRANSFORMERS, VLLM
-from ycore.errors import ConfigError, ModelError, UserError
+from ycore.errors import ConfigError, UserError
 from ycore.judge.declaration import with_declarations
 from ycore.launch.device_memory import RunMemory
 from ycore.launch.engines import EnginePlan, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site
 from ycore.plan.sharing import DeviceSharing
 from ycore.run.files import RunFolder
+from ycore.scoring.model_scorers import check_replayed_tokens
 from ycore.scoring.scorers import check_models, check_rows, check_run_placement, served_models
 
 SCORE = {"verdict": {"kind": "score"}}
@@ -366,10 +367,24 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_anything_starts(
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (teacher / "tokenizer.json").write_text(json.dumps(written))
     message = f"teacher {teacher} has another tokenizer than the policy: 'a' is {vocab['b']} in the policy's and"
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ConfigError, match=message):
         check_scorers(config, [], engine=VLLM)
-    with pytest.raises(ModelError, match="take one of the same family"):
+    with pytest.raises(ConfigError, match="take a teacher of the same family"):
         planned(config, tmp_path, fetch=Path)
+
+
+def test_a_replay_reads_the_tokens_of_its_run_as_they_were(tmp_path: Path) -> None:
+    """Tokens that the run did not have may come on top."""
+    before, policy = (write_tiny_model(tmp_path / name) for name in ("before", "policy"))
+    content = json.loads((policy / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    vocab["<more>"] = len(vocab)
+    (policy / "tokenizer.json").write_text(json.dumps(content))
+    check_replayed_tokens(policy, before)
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (policy / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"2 have other ids .*'a'; leave --model out"):
+        check_replayed_tokens(policy, before)
 
 
 def test_a_teacher_in_the_trainer_has_no_engine_and_is_compared_before_anything_starts(
@@ -385,7 +400,7 @@ def test_a_teacher_in_the_trainer_has_no_engine_and_is_compared_before_anything_
     written = json.loads((teacher / "tokenizer.json").read_text())
     written["model"]["vocab"]["a"] = 999
     (teacher / "tokenizer.json").write_text(json.dumps(written))
-    with pytest.raises(ModelError, match="take one of the same family"):
+    with pytest.raises(ConfigError, match="take a teacher of the same family"):
         planned(config, tmp_path, fetch=Path)
     served = config_of({"reward": f"teacher:{policy}"}, model=str(policy), algorithm="distill")
     with pytest.raises(

@@ -19,7 +19,7 @@ from ycore.models.names import (
     ModelPlan,
     require_chat_template,
     require_sight,
-    require_whole_weights,
+    require_unquantized,
 )
 from ycore.rewards.builtin import ENVIRONMENT, REFERENCE
 from ycore.sandbox.level import choose_level
@@ -40,11 +40,11 @@ def check_rollouts(
     Args:
         show_rows: how many of the dataset's rows the plan shows.
     """
-    if config.algorithm != "eval":
-        require_whole_weights(model)
     engine = REPLAY
     if config.replay is None:
         engine, _ = choose_kind(config.engine.kind, family=sighted_family(config.model))
+    if engine.has_servers and config.algorithm != "eval":
+        require_unquantized(model)
     limits = {
         "the model's context": model.context_length,
         "engine.max_model_len": config.engine.max_model_len,

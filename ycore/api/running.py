@@ -26,7 +26,6 @@ from ycore.errors import ConfigError
 from ycore.launch.layout import Site, site_of
 from ycore.models.names import (
     ModelPlan,
-    check_same_tokens,
     reads_text_only,
     require_chat_template,
     require_sight,
@@ -239,7 +238,6 @@ def training_plan(
             stored = stored_config(replayed)
             before = find_entry(stored["algorithm"]).config.model_validate(stored)
             check_replayed(config, require_rollouts(before))
-            check_replayed_tokens(config.model, before.model, run=config.replay)
     return plan
 
 
@@ -277,26 +275,13 @@ def check_replayed(config: RunConfig, before: RunConfig) -> None:
                 f"{option} learns from what is written with the rounds, and {config.replay} was without it; leave it out"
             )
 
-    if config.changed_sampling != before.changed_sampling:
+    temperature = config.changed_sampling.get("temperature", 1.0)
+    temperature_before = before.changed_sampling.get("temperature", 1.0)
+    if temperature != temperature_before:
         raise ConfigError(
-            f"--replay learns from tokens as they were sampled, and {config.replay} sampled with "
-            f"{before.changed_sampling or 'the plain distribution'}, not {config.changed_sampling or 'that'}; leave "
-            "--temperature and the like out"
+            f"--replay learns from tokens that {config.replay} sampled at temperature {temperature_before:g}, and here it "
+            f"is {temperature:g}; say --temperature {temperature_before:g}"
         )
-
-
-def check_replayed_tokens(model: str, before: str, *, run: str) -> None:
-    """ConfigError where a model reads the tokens of the rounds of `run` as others, or nobody can tell."""
-    if model == before:
-        return
-    folder = resolve_model(model).ready_folder
-    folder_before = resolve_model(before).ready_folder
-    if folder is None or folder_before is None:
-        raise ConfigError(
-            f"--replay learns from tokens of {before}, and its tokenizer cannot be compared with that of {model} before "
-            f"both are on this machine; fetch them, e.g. `ycore chat MODEL`, or leave --model out"
-        )
-    check_same_tokens(folder, folder_before, name=f"{before}, whose tokens {run} holds,")
 
 
 def _learns_weights(config: RunConfig) -> bool:

@@ -358,7 +358,7 @@ _PACKAGES = {
 
 
 def check_needs(config: AnyConfig) -> None:
-    """ConfigError for packages that are not installed and configuration files that do not exist."""
+    """ConfigError for packages that are not installed, files that do not exist, and sharding by TRL's fields."""
     if config.quantize is not None:
         _check_quantize(config)
     report_to = config.trl.get("report_to")
@@ -367,10 +367,10 @@ def check_needs(config: AnyConfig) -> None:
             package = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "kubernetes"}
             _require(package.get(name, name), f"--report-to {name}")
     for name in ("deepspeed", "fsdp", "fsdp_config"):
-        if config.trl.get(name):
+        if config.trl.get(name) and config.algorithm != "eval":
             raise ConfigError(
-                f"{name} shards the model where neither plan nor engines know of it; leave it out, and take --accelerate "
-                "zero2, zero3 or fsdp2, or an accelerate config (a DeepSpeed config is its deepspeed_config_file)"
+                f"{name} shards the model, and the plan of memory and the engines do not see it; leave it out, and take "
+                "--accelerate zero2, zero3 or fsdp2, or an accelerate config"
             )
     file = config.trl.get("accelerator_config")
     if isinstance(file, str) and not os.path.isfile(os.path.expanduser(file)):

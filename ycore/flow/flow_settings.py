@@ -59,16 +59,7 @@ class FlowSettings(Strict):
 
 
 _NOT_TAKEN = ("quantize", "accelerate", "trust_remote_code", "trl", "merge", "deterministic")
-_SAMPLING_NOT_TAKEN = (
-    *(
-        "curriculum",
-        "max_staleness",
-        "oversample",
-        "reuse",
-        "drop_after",
-        "min_effective_share",
-    ),
-)
+_SAMPLING_TAKEN = {"dynamic", "std_threshold", "max_tries", "max_age"}
 
 
 class FlowConfig(ScoredConfig):
@@ -96,9 +87,7 @@ class FlowConfig(ScoredConfig):
         flow = self.flow
         for key in _NOT_TAKEN:
             if value := getattr(self, key):
-                raise ConfigError(
-                    f"ycore flow takes no {key}, and it is {value!r}; leave it out"
-                )
+                raise ConfigError(f"ycore flow has no {key}, and it is {value!r}; leave it out")
         if flow.method == "grpo" and (flow.noise == 0 or flow.rule != "sde"):
             problem = f"flow.sampler is {flow.sampler}" if flow.noise else "flow.noise is 0"
             raise ConfigError(
@@ -111,9 +100,9 @@ class FlowConfig(ScoredConfig):
             raise ConfigError(
                 f"flow.window must be below flow.steps, {flow.steps}, whose last step has no noise; it is {flow.window}"
             )
-        for key in _SAMPLING_NOT_TAKEN:
-            if getattr(self.sampling, key) != SamplingSettings.model_fields[key].default:
-                raise ConfigError(f"ycore flow takes no sampling.{key}; leave it out")
+        for key, field in SamplingSettings.model_fields.items():
+            if key not in _SAMPLING_TAKEN and getattr(self.sampling, key) != field.default:
+                raise ConfigError(f"ycore flow has no sampling.{key}; leave it out")
         for spec in (*self.rewards, *self.eval_rewards):
             if ":" not in spec.reward or spec.reward.startswith(
                 ("rm:", "teacher:", "agrees:", "task:")

@@ -128,6 +128,12 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
 
         check_teachers(config, fetch(config.model), fetch)
     if config.replay is not None:
+        from ycore.scoring.model_scorers import check_replayed_tokens
+
+        replayed = RunFolder(Path(config.replay).expanduser())
+        if replayed.engines.is_file():
+            before = Path(read_json(replayed.engines)["model"])
+            check_replayed_tokens(fetch(config.model), before)
         return EnginePlan(
             REPLAY,
             length,

@@ -200,7 +200,7 @@ class Layout:
     def sharding(self) -> Sharding:
         if self.uses_fsdp:
             return "hsdp" if self.replicas > 1 else "fsdp2"
-        stage = _zero_stage(self.accelerate.get("deepspeed_config") or {})
+        stage = (self.accelerate.get("deepspeed_config") or {}).get("zero_stage")
         return next((name for name in SHARDINGS if name == f"zero{stage}"), "ddp")
 
     @property
@@ -307,8 +307,10 @@ def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
     site = planned_site(config, machine, trains=trains)
     check_deepspeed(config, site.layout)
     if config.accelerate not in (None, *SHARDINGS):
-        # What a file shards has the rules of the same sharding by name.
-        config.model_copy(update={"accelerate": site.layout.sharding}).check()
+        try:  # a file gets the checks of the sharding that it asks for
+            config.model_copy(update={"accelerate": site.layout.sharding}).check()
+        except ConfigError as problem:
+            raise ConfigError(f"{config.accelerate}: {problem}") from None
     return site
 
 
@@ -619,18 +621,13 @@ def _read_accelerate_file(path: Path) -> Settings:
         raise ConfigError(
             f"{path}: ycore knows FSDP of version 2; say fsdp_version: 2 under fsdp_config"
         )
+    file = (settings.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    if file not in (None, "none"):
+        raise ConfigError(
+            f"{path}: deepspeed_config_file is {file!r}, and ycore sets DeepSpeed's batch and precision itself; leave it "
+            "out, and say zero_stage and the like under deepspeed_config"
+        )
     return settings | place_here()
-
-
-def _zero_stage(deepspeed: Settings) -> Any:
-    """Return the stage of an accelerate config's DeepSpeed, or of the DeepSpeed config that it names."""
-    if (file := deepspeed.get("deepspeed_config_file")) is None:
-        return deepspeed.get("zero_stage")
-    path = Path(file).expanduser()
-    way_out = "name a DeepSpeed config, which is a JSON file"
-    text = read_yaml_file(path, what="deepspeed_config_file", way_out=way_out)
-    settings = parse_yaml(text, what=str(path), example="zero_optimization")
-    return (settings.get("zero_optimization") or {}).get("stage", 0)
 
 
 def _check_machines_meet(settings: Settings, path: Path) -> None:

@@ -106,7 +106,7 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
     drafts = str(config.engine.args.get("speculative_config", "ngram"))
     if sleeps and not any(method in drafts for method in ("ngram", "suffix")):
         raise ConfigError(
-            "engines that sleep drop the weights of a model that drafts, and are sent the policy's alone; say "
+            "engines that sleep drop the weights of a draft model, and are sent the policy's alone; say "
             "--set engine.sleep=false where both fit, or leave engine.args.speculative_config out"
         )
     sync = config.engine.sync

@@ -70,7 +70,8 @@ def limits_of(config: BaseConfig) -> TrainerLimits:
         return TrainerLimits(config.step_timeout_s, config.restarts, start_s)
     if isinstance(config, ScoredConfig):
         return TrainerLimits(config.step_timeout_s, config.restarts)
-    return TrainerLimits(math.inf, start_s=math.inf)  # it waits for nobody
+    # Before its first step it reads every row, and may ask a reference about each.
+    return TrainerLimits(start_s=math.inf)
 
 
 class Rebalanced(BaseException):

@@ -445,42 +445,15 @@ def reads_text_only(plan: ModelPlan) -> bool:
     return plan.config is not None and "vision_config" not in plan.config
 
 
-def require_whole_weights(plan: ModelPlan) -> None:
-    """Refuse a policy whose file holds quantized weights, into which an engine cannot load what was trained."""
+def require_unquantized(plan: ModelPlan) -> None:
+    """Refuse a policy whose weights are quantized: trained weights cannot be loaded back into such an engine."""
     quantization = (plan.config or {}).get("quantization_config")
-    if quantization:
+    if quantization and plan.kind != "adapter":
         raise ModelError(
-            f"the weights of {plan.name} are quantized ({quantization.get('quant_method', 'unknown')}), and engines "
-            "cannot be sent trained ones; take the model it was made from, with --quantize 4bit where memory is short"
+            f"the weights of {plan.name} are quantized ({quantization.get('quant_method', 'unknown')}), and trained ones "
+            "cannot be loaded back into an engine that holds them so; take its unquantized weights, with --quantize 4bit "
+            "where memory is short, or --engine transformers"
         )
-
-
-def check_same_tokens(policy: Path, other: Path, *, name: str) -> None:
-    """ModelError where the two tokenizers give a token other ids; what one wrote the other would misread."""
-    policy_ids = _token_ids(policy)
-    other_ids = _token_ids(other)
-    if policy_ids is None or other_ids is None or policy_ids == other_ids:
-        return
-    differing = {token for token, _ in policy_ids.items() ^ other_ids.items()}
-    token = min(differing, key=lambda token: policy_ids.get(token, len(policy_ids)))
-    raise ModelError(
-        f"{name} has another tokenizer than the policy: {token!r} is {policy_ids.get(token, 'no token')} in the policy's "
-        f"and {other_ids.get(token, 'no token')} in the other; take one of the same family of models"
-    )
-
-
-def _token_ids(folder: Path) -> Mapping[str, int] | None:
-    """Return every token's id from a tokenizer.json; None where the folder has none."""
-    content = read_settings(folder / "tokenizer.json")
-    vocab = content.get("model", {}).get("vocab")
-    if isinstance(vocab, list):  # a Unigram model has pairs of a token and its score
-        vocab = {token: index for index, (token, *_) in enumerate(vocab)}
-    if vocab is None:
-        return None
-    return {
-        **vocab,
-        **{token["content"]: token["id"] for token in content.get("added_tokens") or ()},
-    }
 
 
 def require_sight(plan: ModelPlan, row: int) -> None:

@@ -334,13 +334,22 @@ def settings_that_differ(stored: Record, current: Record) -> list[Difference]:
         if name == "steps":
             return _is_more(difference.new, difference.old)
         if name in FREE_WITHOUT_EVALUATION:
-            return not any(map(stored.get, ("eval_dataset", "eval_split", "held_out")))
+            return not (_measures(stored) and _measures(current))
         if name in FREE_WITH_RANKS:
             return stored.get("processes") != current.get("processes")
         return name in FREE or name.removeprefix("trl.") in FREE_OF_TRL
 
     differences = contents_that_differ(flat(stored), flat(current))
     return [difference for difference in differences if not may_change(difference)]
+
+
+def _measures(config: Record) -> bool:
+    """Whether a run with these settings has held-out rows; on given examples, `held_out` of None is a tenth."""
+    has_rows = any(
+        part.get("eval_dataset") or part.get("eval_split")
+        for part in (config, *config.get("mixture", ()))
+    )
+    return has_rows or config.get("held_out", 0) != 0 or config.get("algorithm") == "flow"
 
 
 def contents_that_differ(stored: Record, current: Record) -> list[Difference]:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +22,7 @@ from ycore.judge.declaration import (
     teachers_of,
 )
 from ycore.judge.question import break_special_tokens, special_tokens
-from ycore.models.names import check_same_tokens, resolve_model
+from ycore.models.names import read_settings, resolve_model
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.rewards.builtin import (
     REFERENCE,
@@ -277,9 +277,7 @@ class TeacherScorer(Scorer):
             way_out="install vLLM, or hold it in the trainer: --set distill.divergence=reverse-kl",
         )
         if plan.ready_folder is not None and policy.ready_folder is not None:
-            check_same_tokens(
-                policy.ready_folder, plan.ready_folder, name=f"teacher {teacher.model}"
-            )
+            check_same_tokens(policy.ready_folder, plan.ready_folder, name=teacher.model)
         if config.teaches_exactly:
             return [f"{label}: {plan.note}, {config.teacher_divergence}, exact, in the trainer"]
         return [f"{label}: {plan.note}, the probability of each token"]
@@ -357,12 +355,41 @@ class TrainerTeacherScorer(Scorer):
 
 
 def check_teachers(config: RunConfig, policy: Path, fetch: Callable[[str], Path]) -> None:
-    """UserError where a teacher has another tokenizer than the policy. `fetch` makes a model's name its folder."""
+    """ConfigError where a teacher has another tokenizer than the policy. `fetch` makes a model's name its folder."""
     for teacher in teachers_of(config):
         if teacher.base_url is None:
-            check_same_tokens(policy, fetch(teacher.model), name=f"teacher {teacher.model}")
+            check_same_tokens(policy, fetch(teacher.model), name=teacher.model)
         else:
             check_tokens_at(policy, teacher)
+
+
+def check_same_tokens(policy: Path, teacher: Path, *, name: str) -> None:
+    """ConfigError where the two tokenizers give a token other ids: a teacher is asked for the policy's ids."""
+    policy_ids = _token_ids(policy)
+    teacher_ids = _token_ids(teacher)
+    if policy_ids is None or teacher_ids is None or policy_ids == teacher_ids:
+        return
+    differing = {token for token, _ in policy_ids.items() ^ teacher_ids.items()}
+    token = min(differing, key=lambda token: policy_ids.get(token, len(policy_ids)))
+    raise ConfigError(
+        f"teacher {name} has another tokenizer than the policy: {token!r} is {policy_ids.get(token, 'no token')} in "
+        f"the policy's and {teacher_ids.get(token, 'no token')} in the teacher's; take a teacher of the same family of "
+        "models"
+    )
+
+
+def check_replayed_tokens(policy: Path, before: Path) -> None:
+    """ConfigError where tokens of `before`, the model of a replayed run, have other ids in the policy's tokenizer."""
+    ids_before = _token_ids(before)
+    ids = _token_ids(policy)
+    if ids is None or ids_before is None:
+        return
+    if others := dict(ids_before.items() - ids.items()):
+        token = min(others, key=lambda token: others[token])
+        raise ConfigError(
+            f"--replay learns from tokens of {before}, and {len(others)} have other ids in {policy}, e.g. {token!r}; "
+            "leave --model out, or take a model with the same tokenizer"
+        )
 
 
 def check_tokens_at(policy: Path, teacher: Teacher) -> None:
@@ -403,6 +430,20 @@ def check_tokens_at(policy: Path, teacher: Teacher) -> None:
             f"{label} at {teacher.base_url} has another tokenizer than the policy: it reads a text of the policy's "
             "tokens as others; take one of the same family"
         )
+
+
+def _token_ids(folder: Path) -> Mapping[str, int] | None:
+    """Return every token's id from a tokenizer.json; None where the folder has none."""
+    content = read_settings(folder / "tokenizer.json")
+    vocab = content.get("model", {}).get("vocab")
+    if isinstance(vocab, list):  # a Unigram model has pairs of a token and its score
+        vocab = {token: index for index, (token, *_) in enumerate(vocab)}
+    if vocab is None:
+        return None
+    return {
+        **vocab,
+        **{token["content"]: token["id"] for token in content.get("added_tokens") or ()},
+    }
 
 
 @dataclass(eq=False)

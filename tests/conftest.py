@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Tests that run under nohup, or in the background of a script, would hand their ignored signals on to every process
 # that they start.
@@ -18,6 +19,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 # How long a command takes depends on the machine, and with it whether it says meanwhile that it goes on.
 os.environ["YCORE_PROGRESS"] = "off"
+# How long an example takes to draw, or to run, depends on the machine too.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

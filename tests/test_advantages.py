@@ -187,7 +187,7 @@ def close(left: Tensor, right: Tensor, *, atol: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batch=batches(), order=st.permutations(range(4)))
 def test_permuting_a_group_permutes_its_advantages(
     name: str, batch: tuple[Tensor, Tensor, Tensor], order: list[int]
@@ -200,7 +200,7 @@ def test_permuting_a_group_permutes_its_advantages(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batch=batches(), junk=st.sampled_from([NAN, math.inf, -1e30, 7.0]))
 def test_masked_completions_are_zero_and_change_nothing(
     name: str, batch: tuple[Tensor, Tensor, Tensor], junk: float
@@ -213,7 +213,7 @@ def test_masked_completions_are_zero_and_change_nothing(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batch=batches())
 def test_a_masked_completion_is_as_if_never_drawn(
     name: str, batch: tuple[Tensor, Tensor, Tensor]
@@ -226,7 +226,7 @@ def test_a_masked_completion_is_as_if_never_drawn(
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"maxrl"}))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batch=batches(), shift=st.sampled_from([-4.0, 0.5, 32.0]))
 def test_a_shift_of_all_rewards_changes_nothing(
     name: str, batch: tuple[Tensor, Tensor, Tensor], shift: float
@@ -236,7 +236,7 @@ def test_a_shift_of_all_rewards_changes_nothing(
 
 
 @pytest.mark.parametrize("name", ["dr-grpo", "group", "reinforce++-baseline", "rloo"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     batch=batches(), shifts=st.lists(st.sampled_from([-4.0, 0.0, 32.0]), min_size=4, max_size=4)
 )
@@ -249,7 +249,7 @@ def test_each_group_may_shift_on_its_own(
 
 
 @pytest.mark.parametrize("name", ["group", "lite-ppo", "maxrl", "reinforce++-baseline"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batch=batches(), scale=st.sampled_from([0.5, 4.0, 256.0]))
 def test_normalised_estimators_do_not_see_the_scale(
     name: str, batch: tuple[Tensor, Tensor, Tensor], scale: float
@@ -260,7 +260,7 @@ def test_normalised_estimators_do_not_see_the_scale(
 
 
 @pytest.mark.parametrize("name", ["dr-grpo", "remax", "rloo"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batch=batches(), scale=st.sampled_from([0.5, -2.0, 256.0]))
 def test_other_estimators_scale_with_the_rewards(
     name: str, batch: tuple[Tensor, Tensor, Tensor], scale: float
@@ -273,7 +273,7 @@ def test_other_estimators_scale_with_the_rewards(
 
 
 @pytest.mark.parametrize("name", [*WITHIN_GROUP, "lite-ppo", "reinforce++-baseline"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batch=batches())
 def test_advantages_of_a_group_sum_to_zero(
     name: str, batch: tuple[Tensor, Tensor, Tensor]

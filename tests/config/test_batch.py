@@ -29,7 +29,7 @@ FIELDS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_p
 given_size = st.none() | st.integers(1, 40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     world_size=st.integers(1, 9),
     prompts=st.integers(1, 70),

@@ -284,7 +284,8 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=300,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_mutated_lines_are_read_or_refused_in_one_line(

@@ -93,7 +93,7 @@ class Play:
         raise AssertionError("some request was never answered")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.sampled_from(["dynamic", "colocated", "split:1:1", "split:2:1", "split:1:3"]),
     st.integers(1, 30),
@@ -123,7 +123,7 @@ def test_every_request_is_answered_whatever_the_placement(
         assert not any(isinstance(action, Swap) for action in play.actions)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(2, 5),
     st.lists(st.integers(1, 30), min_size=2, max_size=4),

@@ -245,7 +245,7 @@ def test_a_lost_rank_gives_its_requests_back() -> None:
     run(work())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 4),
     st.integers(0, 10**6),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.round.journal import (
@@ -52,7 +52,6 @@ def positions(items: list[dict[str, Any]]) -> list[int]:
     return [leftover["group"]["draw"]["position"] for leftover in items]
 
 
-@settings(deadline=None)
 @given(st.data(), WORLDS)
 def test_through_any_ranks_each_position_is_drawn_once_and_in_order(
     data: st.DataObject, worlds: list[int]
@@ -82,7 +81,6 @@ def test_through_any_ranks_each_position_is_drawn_once_and_in_order(
     assert sorted(drawn + rest) == list(range(len(drawn) + len(rest))), "none lost"
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 5))
 def test_the_ranks_together_draw_what_is_to_come_in_turn(
     data: st.DataObject, before: int, world: int
@@ -128,7 +126,6 @@ def test_leftover_groups_and_what_was_learned_go_along() -> None:
     assert json.loads(json.dumps(first)) == first
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 50), min_size=12, max_size=12),
     st.sampled_from([1, 2, 3, 4, 6]),

@@ -66,7 +66,7 @@ def test_reverse_kl_is_trls_formula() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weights=logits, reference_weights=logits)
 def test_expectation_is_the_exact_divergence(
     name: str, weights: Tensor, reference_weights: Tensor
@@ -80,7 +80,7 @@ def test_expectation_is_the_exact_divergence(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weights=logits, reference_weights=logits)
 def test_with_the_ratio_the_gradient_is_that_of_the_divergence(
     name: str, weights: Tensor, reference_weights: Tensor
@@ -108,7 +108,7 @@ def test_without_the_ratio_reverse_kl_has_the_gradient_of_forward_kl() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(logp=st.floats(-40, 0, width=32), ref_logp=st.floats(-40, 0, width=32))
 def test_float32_values_are_finite_and_never_negative(
     name: str, logp: float, ref_logp: float
@@ -164,7 +164,7 @@ def test_the_stand_in_gives_trls_formula_the_divergences_value_and_gradient(name
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(logp=st.floats(-40, 0, width=32), ref_logp=st.floats(-40, 0, width=32))
 def test_the_stand_in_is_finite_in_float32(name: str, logp: float, ref_logp: float) -> None:
     logps = torch.tensor([logp], requires_grad=True)

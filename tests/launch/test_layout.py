@@ -27,7 +27,6 @@ from ycore.launch.layout import (
     layout_of,
     on_machine,
     planned_site,
-    site_of,
 )
 from ycore.plan.devices import check_bfloat16
 from ycore.plan.memory import SHARDINGS, Sharding
@@ -197,9 +196,9 @@ def test_only_zero3_and_fsdp_leave_no_rank_the_whole_policy(name: str, shards: b
 
 
 def test_a_file_that_shards_has_the_rules_of_the_sharding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(layout, "this_machine", lambda: EIGHT)
+    """Also in `ycore plan`, for machines that are not here."""
     kept = "deepspeed_config_file: none"  # as `accelerate config` writes it
     text = (
         "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 3, %s}\n"
@@ -207,7 +206,7 @@ def test_a_file_that_shards_has_the_rules_of_the_sharding(
     file = written(tmp_path, text % kept)
     assert layout_of(config(accelerate=file), EIGHT).shards_weights
     with pytest.raises(ConfigError, match=r"nodes.yaml: --quantize 4bit keeps .* shards it"):
-        site_of(config(accelerate=file, quantize="4bit", engine=EngineSettings()))
+        planned_site(config(accelerate=file, quantize="4bit"), EIGHT)
     file = written(tmp_path, text % "deepspeed_config_file: ds.json")
     with pytest.raises(
         ConfigError, match=r"deepspeed_config_file is 'ds.json'.*say zero_stage"

@@ -380,10 +380,11 @@ def test_what_may_change_is_what_there_is() -> None:
             {"mixture": [{"eval_dataset": "a"}], "eval_limit": 6},
             "eval_limit: 5 there, 6 here",
         ),
+        ({"eval_rewards": []}, {"eval_rewards": ["j"]}, ""),
         (
-            {"algorithm": "flow", "eval_rewards": []},
+            {"algorithm": "flow", "eval_rewards": ["i"]},
             {"algorithm": "flow", "eval_rewards": ["j"]},
-            "eval_rewards.0: None there",
+            "eval_rewards.0: 'i' there, 'j' here",
         ),
     ],
 )

@@ -274,7 +274,6 @@ def check_replayed(config: RunConfig, before: RunConfig) -> None:
             raise ConfigError(
                 f"{option} learns from what is written with the rounds, and {config.replay} was without it; leave it out"
             )
-
     temperature = config.changed_sampling.get("temperature", 1.0)
     temperature_before = before.changed_sampling.get("temperature", 1.0)
     if temperature != temperature_before:

@@ -133,7 +133,7 @@ def _count_group(group: Group, config: RunConfig) -> list[tuple[float, float]]:
     """
     size = len(group.completions)
     totals = without_none(compared_rewards(group, config.reward_weights))
-    sums = {"reward": (sum(totals), float(len(totals)))}
+    sums: dict[str, tuple[float, float]] = {"reward": (sum(totals), len(totals))}
     for source, name in enumerate(reward_names(config.rewards)):
         values = without_none(rewards[source] for rewards in group.rewards_GR)
         sums[f"rewards/{name}"] = (sum(values), len(values))

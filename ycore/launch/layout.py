@@ -306,11 +306,6 @@ def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
     check_bfloat16(config.dtype, machine.without_bfloat16)
     site = planned_site(config, machine, trains=trains)
     check_deepspeed(config, site.layout)
-    if config.accelerate not in (None, *SHARDINGS):
-        try:  # a file gets the checks of the sharding that it asks for
-            config.model_copy(update={"accelerate": site.layout.sharding}).check()
-        except ConfigError as problem:
-            raise ConfigError(f"{config.accelerate}: {problem}") from None
     return site
 
 
@@ -319,6 +314,11 @@ def planned_site(
 ) -> Site:
     """Return the site of a run that is only planned there; `place` as for `layout_of`."""
     layout = layout_of(config, machine, place=place) if trains else ONE_RANK
+    if config.accelerate not in (None, *SHARDINGS):
+        try:  # a file gets the checks of the sharding that it asks for
+            config.model_copy(update={"accelerate": layout.sharding}).check()
+        except ConfigError as problem:
+            raise ConfigError(f"{config.accelerate}: {problem}") from None
     rest, apart = split_for_engines(config, machine)
     folder = Path(config.output)
     if layout.machine_rank > 0:

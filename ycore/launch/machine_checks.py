@@ -103,8 +103,9 @@ def _check_engines(config: RunConfig, site: Site, known: FactsOf) -> DeviceShari
             f"{_AHEAD}, and here engines and trainer take turns on a device; leave --max-staleness out, or give "
             "engines some devices alone (--set engine.devices=N), or say --set engine.sleep=false where both fit"
         )
-    drafts = str(config.engine.args.get("speculative_config", "ngram"))
-    if sleeps and not any(method in drafts for method in ("ngram", "suffix")):
+    drafts = config.engine.args.get("speculative_config")
+    has_no_weights = any(method in str(drafts) for method in ("ngram", "suffix"))
+    if sleeps and drafts is not None and not has_no_weights:
         raise ConfigError(
             "engines that sleep drop the weights of a draft model, and are sent the policy's alone; say "
             "--set engine.sleep=false where both fit, or leave engine.args.speculative_config out"

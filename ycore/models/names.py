@@ -503,10 +503,9 @@ def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
         raise ModelError(
             f"the adapter {name} names no base model; set base_model_name_or_path in {ADAPTER_CONFIG}"
         )
+    # On a base in 4 bits it is another policy than on the base itself, which would be merged below.
     merged = path / "merged"
-    if (
-        merged / "config.json"
-    ).is_file():  # a base in 4 bits, with which it was trained, is merged only here
+    if (merged / "config.json").is_file():
         return _ready_plan("adapter", name, merged, trust_remote_code)
     folder = cache_dir() / "adapters" / _content_id(weights)
     if folder.is_dir():

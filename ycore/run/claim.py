@@ -299,9 +299,8 @@ FREE_OF_TRL = {
 }  # fmt: skip
 """Settings under `trl` that a resumed run may change."""
 
-
 FREE_WITHOUT_EVALUATION = {"eval_dataset", "eval_split", "eval_limit", "eval_rewards"}
-"""Settings that a resumed run may change where it measured nothing, as figures of other rows cannot be compared."""
+"""Settings that a resumed run may change where it measured nothing, or measures no more: figures are compared."""
 
 FREE_WITH_RANKS = {"trl.per_device_train_batch_size", "trl.gradient_accumulation_steps"}
 """How a rank divides its part of a step; free where the number of ranks changes too."""
@@ -344,12 +343,11 @@ def settings_that_differ(stored: Record, current: Record) -> list[Difference]:
 
 
 def _measures(config: Record) -> bool:
-    """Whether a run with these settings has held-out rows; on given examples, `held_out` of None is a tenth."""
-    has_rows = any(
-        part.get("eval_dataset") or part.get("eval_split")
+    """Whether a run with these settings measures held-out rows; on given examples, `held_out` of None is a tenth."""
+    return config.get("held_out", 0) != 0 or any(
+        part.get("eval_dataset") or part.get("eval_split") or part.get("eval_rewards")
         for part in (config, *config.get("mixture", ()))
     )
-    return has_rows or config.get("held_out", 0) != 0 or config.get("algorithm") == "flow"
 
 
 def contents_that_differ(stored: Record, current: Record) -> list[Difference]:

@@ -135,7 +135,7 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
     ]
     out = " ".join(out.split())
     assert "18 rows to train on, 2 held out, chats, columns prompt, chosen, rejected" in out
-    assert "3 steps, 1 epochs, of LoRA r=16, bfloat16, learning rate 0.0001, seed 0" in out
+    assert "3 steps, 1 epoch, of LoRA r=16, bfloat16, learning rate 0.0001, seed 0" in out
 
 
 @pytest.mark.parametrize(

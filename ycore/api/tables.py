@@ -121,7 +121,7 @@ def _length_rows(plan: Record) -> Rows:
             share /= sum(weight for _, weight, _ in parts)
             data += f", {share:.0%} of {name} = {share * num_prompts / num_rows:.2g} epochs"
         if not parts and length["epochs"] is not None:
-            data += f" = {round(length['epochs'], 1):,g} epochs"
+            data += f" = {_epochs(plan, round(length['epochs'], 1))}"
         data += f"; at most {tokens:,} tokens a step, {steps * tokens:,} in all"
     else:
         data = f"{_epochs(plan, length['epochs'])}; about {tokens:,} tokens a step, {steps * tokens:,} in all"
@@ -130,7 +130,10 @@ def _length_rows(plan: Record) -> Rows:
 
 def _epochs(plan: Record, number: float) -> str:
     """Put epochs into words; packed rows are read more often than their number says."""
-    return f"{number:g} epochs{' or more' if plan['config']['trl'].get('packing') else ''}"
+    plural = "" if number == 1 else "s"
+    return (
+        f"{number:,g} epoch{plural}{' or more' if plan['config']['trl'].get('packing') else ''}"
+    )
 
 
 def _time_lines(length: Record) -> list[str]:

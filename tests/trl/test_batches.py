@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.trl.batches import deal
+from ycore.trl.batches import deal, flatten
+from ycore.types import Completion, Draw, Group, Prompt, Score
 
 
 @st.composite
@@ -66,3 +67,13 @@ def test_windows_are_drawn_not_sorted() -> None:
     orders = {tuple(deal(tokens, group_size=2, num_windows=1, seed=s)) for s in range(3)}
     assert len(orders) == 1
     assert max(means) < 30 and min(means) > 11
+
+
+def test_a_row_for_trl_has_no_column_of_the_dataset() -> None:
+    """TRL tells whether a row with pictures is a chat by any of several columns, and `chosen` may be a text."""
+    chat = [{"role": "user", "content": "What is it?"}]
+    columns = {"chosen": "A cat.", "messages": "none", "image": "cat.png", "answer": "cat"}
+    draw = Draw(0, Prompt(0, chat, columns), (1, 2))
+    group = Group(draw, (Completion((3,), None, "c", "stop", 0),), ((Score(1.0),),))
+    assert [sequence.row for sequence in flatten([group])] == [{"prompt": chat}]
+    assert flatten([group], open_image=str)[0].row.keys() == {"prompt", "images"}

@@ -75,7 +75,7 @@ def flatten(
     sequences = []
     for group in groups:
         prompt = group.draw.prompt
-        row = {**prompt.columns, "prompt": prompt.content}
+        row: JsonObject = {"prompt": prompt.content}
         if open_image is not None:
             row["images"] = [open_image(image.sha256) for image in prompt.images]
             row["prompt"] = in_blocks(prompt.content) if prompt.images else prompt.content

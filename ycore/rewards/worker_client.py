@@ -154,12 +154,12 @@ class RewardWorker(ConfinedWorker[list[Inputs]]):
         self, source: int, request: JsonObject, *, count: int, deadline_s: float
     ) -> list[Score]:
         """Return one call's scores; CallFailed where it raised, or hung or ended the process (which is then gone)."""
-        return await self.exchange(
+        reply = await self.exchange(
             {**request, "source": source, "count": count},
-            lambda reply: scores_in(reply, count=count, allowed_range=self._ranges[source]),
             max_bytes=MAX_BYTES + BYTES_PER_VALUE * count,
             timeout_s=deadline_s,
         )
+        return scores_in(reply, count=count, allowed_range=self._ranges[source])
 
 
 # -- a worker's replies --------------------------------------------------------------------------------------------------

@@ -139,9 +139,10 @@ class RunningAgent(ConfinedWorker[None]):
             if not self._has_begun:
                 self._has_begun = True
                 await self.start()
-            return await self.exchange(
-                {"reply": reply}, _read_event, max_bytes=_MAX_EVENT_BYTES, timeout_s=timeout_s
+            answer = await self.exchange(
+                {"reply": reply}, max_bytes=_MAX_EVENT_BYTES, timeout_s=timeout_s
             )
+            return _read_event(answer)
         except CallFailed as failure:
             if str(failure).startswith("timeout"):
                 raise OutOfTime from None

@@ -102,9 +102,10 @@ class ToolWorker(ConfinedWorker[ToolSet]):
 
     async def ask(self, op: str, *, deadline_s: float, **request: Any) -> Any:
         """Return the value of an operation; CallFailed where it raised, hung or ended the process."""
-        return await self.exchange(
-            {"op": op, **request}, _read_value, max_bytes=_MAX_REPLY_BYTES, timeout_s=deadline_s
+        reply = await self.exchange(
+            {"op": op, **request}, max_bytes=_MAX_REPLY_BYTES, timeout_s=deadline_s
         )
+        return _read_value(reply)
 
 
 def _read_tool_set(ready: Any) -> ToolSet:

@@ -34,7 +34,6 @@ _REAP_TIMEOUT_S = 5.0
 MAX_LOG_BYTES = 32 * MIB  # of all processes of a kind in a run
 
 R = TypeVar("R")
-T = TypeVar("T")
 
 
 class CallFailed(Exception):
@@ -133,25 +132,18 @@ class ConfinedWorker(Generic[R]):
             f"{self.kind} {self._running.process.pid}: sandbox level {level}\n".encode()
         )
         try:
-            return await self.exchange(
-                self._first,
-                lambda reply: self._read_ready(reply.get("ready")),
-                max_bytes=_MAX_START_REPLY,
-                timeout_s=self._start_timeout_s,
+            reply = await self.exchange(
+                self._first, max_bytes=_MAX_START_REPLY, timeout_s=self._start_timeout_s
             )
+            return self._read_ready(reply.get("ready"))
         except CallFailed:
             self._kill()
             raise
 
     async def exchange(
-        self,
-        request: Record,
-        read: Callable[[JsonObject], T],
-        *,
-        max_bytes: int,
-        timeout_s: float,
-    ) -> T:
-        """Send one line and `read` the object that answers it.
+        self, request: Record, *, max_bytes: int, timeout_s: float
+    ) -> JsonObject:
+        """Send one line and return the object that answers it.
 
         A process that gave no answer is killed, and CallFailed says why.
         """
@@ -164,7 +156,7 @@ class ConfinedWorker(Generic[R]):
                 await running.send_line(json.dumps({**request, "nonce": nonce}))
                 line = await running.read_line(max_bytes)
             is_answered = line.startswith(b"{") and nonce.encode() in line
-            return read(reply_in(line, nonce))
+            return reply_in(line, nonce)
         except TimeoutError:
             raise CallFailed(f"timeout after {timeout_s:g} s") from None
         except (ConnectionError, asyncio.IncompleteReadError):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from ycore.config.algorithms import find_algorithm
+from ycore.config.resolve import read_config
 from ycore.config.schema import TuneConfig
 from ycore.data.examples import ExampleSet, load_examples
 from ycore.engine.sight import load_sight
@@ -18,7 +18,6 @@ from ycore.evaluation.during_training import Evaluation
 from ycore.evaluation.held_out import as_metrics
 from ycore.round.assemble import load_tokenizer
 from ycore.run.files import ImageStore, RunFolder, read_json
-from ycore.run.secrets import load_config
 from ycore.trainer.training_run import Checkpoints, TrainingRun
 from ycore.trl.build import load_trainer_class
 
@@ -28,8 +27,7 @@ class ExampleRun(TrainingRun):
 
     def __init__(self, root: Path) -> None:
         folder = RunFolder(root)
-        stored = load_config(folder)
-        config: Any = find_algorithm(stored["algorithm"]).config.model_validate(stored)
+        config: Any = read_config(folder)
         started = read_json(folder.engines)
         model = Path(started["model"])
         tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
@@ -133,7 +131,7 @@ class HeldOutRows(Evaluation):
         """A reward model is merged where it is saved: a copy in host memory is, for training goes on."""
         trainer = self._run.trainer
         model = trainer.model
-        if find_algorithm(self._config.algorithm).trains_reward_model and self._run.leads:
+        if self._config.algorithm_row.trains_reward_model and self._run.leads:
             trainer.model = _copy_on_host(trainer.bare_model)
         try:
             super()._save(folder)

@@ -243,7 +243,9 @@ class Controller:
             greedy_scores_R=tuple(baseline[0][0]) if baseline else None,
         )
         teaches = rules.can_teach(group)
-        return Finished(group, teaches, rules.stats_of(group, teaches=teaches))
+        has_curriculum = self.draws.curriculum is not None
+        stats = rules.stats_of(group, teaches=teaches) if has_curriculum else None
+        return Finished(group, teaches, stats)
 
     async def complete(
         self, start: GroupStart, index: int, *, greedy: bool = False

@@ -251,6 +251,7 @@ Set = OPTIONS["set_"]
 DryRun = OPTIONS["dry_run"]
 Json = OPTIONS["json"]
 
+TrustRemoteCode = OPTIONS["trust_remote_code"]
 Best = flag("The model that --keep-best kept, not the last one.", "--best")
 MaxTokens = whole_number("Longest answer, in tokens; e.g. 256.", min=1)
 Seed = whole_number("Fixes the answers; e.g. 0.", min=0)

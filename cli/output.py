@@ -85,13 +85,14 @@ def _next_commands(config: "RunConfig | TuneConfig") -> Iterator[str]:
     from ycore.config.schema import TuneConfig
 
     folder = RunFolder(Path(config.output))
+    trusted = ["--trust-remote-code"] if config.trust_remote_code else []
     if isinstance(config, TuneConfig):
         words = ["eval", "--model", str(folder.model), "--reward", "exact_answer"]
         if config.algorithm_row.trains_reward_model:
             words = ["grpo", "--model", config.model, "--reward", f"rm:{folder.model}"]
-        yield shlex.join(["ycore", *words, "--dataset", "FILE"])
+        yield shlex.join(["ycore", *words, *trusted, "--dataset", "FILE"])
         return
-    yield shlex.join(["ycore", "chat", str(folder.root)])
+    yield shlex.join(["ycore", "chat", *trusted, str(folder.root)])
     yield shlex.join(_measuring_command(config) or ["ycore", "report", str(folder.root)])
     yield "ycore grpo --model MODEL --dataset yours.jsonl --reward yours.py:score"
 
@@ -114,6 +115,7 @@ def _measuring_command(config: "RunConfig") -> list[str] | None:
     model = str(RunFolder(Path(config.output)).model)
     words = ["ycore", "eval", "--model", config.model, "--model", model]
     words += ["--dataset", held_out.dataset]
+    words += ["--trust-remote-code"] if config.trust_remote_code else []
     for spec in rewards:
         words += ["--reward", spec.reward]
     options = {

@@ -22,6 +22,7 @@ def chat(
     seed: o.Seed = 0,
     system_prompt: o.SystemPrompt = None,
     best: o.Best = False,
+    trust_remote_code: o.TrustRemoteCode = False,
 ) -> None:
     """Talk to a run's model. Ctrl-D ends.
 
@@ -40,8 +41,9 @@ def chat(
         seed,
         trained.turns_before(model, system_prompt=system_prompt),
         trained.template_arguments(model),
+        trust_remote_code,
     )
-    folder = trained.language_model(model, best=best)
+    folder = trained.language_model(model, best=best, trust_remote_code=trust_remote_code)
     with working(f"loading {model}"):
         conversation = trained.Chat(folder, settings)
     is_asked = sys.stdin.isatty() and not prompt
@@ -92,6 +94,7 @@ def serve(
     best_of: o.BestOf = 1,
     best_by: o.BestBy = "similarity",
     best: o.Best = False,
+    trust_remote_code: o.TrustRemoteCode = False,
     dry_run: o.DryRun = False,
 ) -> int:
     """Serve a run's model with OpenAI's interface, by vLLM.
@@ -112,7 +115,7 @@ def serve(
             f"--best-by {best_by} chooses among the answers of --best-of, which is 1; say --best-of 8"
         )
     model = _named(model, "serve", best=best)
-    folder = trained.language_model(model, best=best)
+    folder = trained.language_model(model, best=best, trust_remote_code=trust_remote_code)
     name = served_name(model)
     trained.check_address(host, 0 if dry_run else port)
     words, spec = trained.serve_command(
@@ -121,6 +124,7 @@ def serve(
         host=host,
         port=port,
         template_arguments=trained.template_arguments(model),
+        trust_remote_code=trust_remote_code,
     )
     environment = {}
     if best_of > 1:
@@ -147,6 +151,7 @@ def export(
     best: o.Best = False,
     push: o.PushTo = None,
     private: o.Private = False,
+    trust_remote_code: o.TrustRemoteCode = False,
     dry_run: o.DryRun = False,
 ) -> None:
     """Write a run's model for others, or push it to the hub.
@@ -171,13 +176,14 @@ def export(
             private=private,
             merged=form == "merged",
             best=best,
+            trust_remote_code=trust_remote_code,
             dry_run=dry_run,
         )
         return
     from ycore.api.trained import export_model, language_model
 
     form = form or "merged"
-    folder = language_model(model, best=best)
+    folder = language_model(model, best=best, trust_remote_code=trust_remote_code)
     inside = Path(model) if (Path(model) / "run.json").is_file() else Path()
     name = served_name(model).removesuffix(".gguf")
     target = output or inside / (f"{name}-merged" if form == "merged" else f"{name}.gguf")
@@ -189,7 +195,14 @@ def export(
 
 
 def _push(
-    run: Path, repo: str, *, private: bool, merged: bool, best: bool, dry_run: bool
+    run: Path,
+    repo: str,
+    *,
+    private: bool,
+    merged: bool,
+    best: bool,
+    trust_remote_code: bool,
+    dry_run: bool,
 ) -> None:
     from ycore.api import trained
 
@@ -197,7 +210,9 @@ def _push(
         raise RunFolderError(
             f"{run} holds no run.json, so no run to write a card of; give the folder of a run"
         )
-    with trained.staged(run, best=best, merged=merged, repo=repo) as folder:
+    with trained.staged(
+        run, best=best, merged=merged, repo=repo, trust_remote_code=trust_remote_code
+    ) as folder:
         print_table(trained.sizes(folder))
         if not dry_run:
             trained.push(folder, repo=repo, private=private, say=print_line)

@@ -1,5 +1,6 @@
 """Random models of a hundred thousand parameters that trainer and engine load like any other, for tests and checks."""
 
+import json
 import string
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,30 @@ def _write(folder: Path, family: str, seed: int, *, chat: bool, **sizes: Any) ->
                 buffer.normal_(std=0.1)
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class CodedConfig(LlamaConfig):
+    model_type = "coded"
+
+
+class CodedModel(LlamaForCausalLM):
+    config_class = CodedConfig
+"""
+
+
+def write_coded_model(folder: Path) -> Path:
+    """Write the tiny Llama as a family of its own, whose Python code comes with the model."""
+    write_tiny_model(folder)
+    (folder / "coded.py").write_text(_CODE)
+    classes = {"AutoConfig": "coded.CodedConfig", "AutoModelForCausalLM": "coded.CodedModel"}
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "coded", "architectures": ["CodedModel"], "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -91,6 +91,7 @@ def test_equal_figures_are_shown_once(tmp_path: Path) -> None:
     ("more", "is_measured"),
     [
         ({}, True),
+        ({"trust_remote_code": True}, True),
         ({"tools": ["tools.py:add"]}, False),
         ({"eval_rewards": [RewardConfig(reward="exact_answer", weight=0.5)]}, False),
         ({"eval_rewards": [RewardConfig(reward="math", strip_thinking=True)]}, False),
@@ -124,7 +125,8 @@ def test_the_end_says_what_to_try_next_in_words_to_paste(
         for line in capsys.readouterr().out.splitlines()
         if "ycore " in line
     ]
-    assert commands[0] == ["ycore", "chat", str(folder)]
+    trusted = ["--trust-remote-code"] if "trust_remote_code" in more else []
+    assert commands[0] == ["ycore", "chat", *trusted, str(folder)]
     measures = commands[1][:2] == ["ycore", "eval"]
     assert measures is is_measured and len(commands) == 3
     if measures:
@@ -137,6 +139,7 @@ def test_the_end_says_what_to_try_next_in_words_to_paste(
             "--answer-column gold",
             "--limit 7",
             "--model m",
+            *trusted,
         ):
             assert part in words
         assert str(folder / "model") in commands[1] and "train.jsonl" not in words

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from ycore_cli.main import run
 
-from tests.tiny_model import write_tiny_model
+from tests.models.test_hub import write_adapter
+from tests.tiny_model import write_coded_model, write_tiny_model
 from ycore.api import trained
 
 EXAMPLE = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
@@ -41,7 +42,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed, None) or raise_end())
     monkeypatch.setattr(trained, "Chat", Echo)
-    monkeypatch.setattr(trained, "language_model", lambda name, best: tmp_path)
+    monkeypatch.setattr(trained, "language_model", lambda name, **_: tmp_path)
     return tmp_path
 
 
@@ -191,3 +192,36 @@ def test_a_model_is_called_by_the_last_part_of_its_name(
     )
     assert run(["export", name, "--format", "gguf"]) == 0
     assert written == [(f"{called}.gguf", called)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "chat {} --prompt hi --max-tokens 4",
+        "serve {} --dry-run",
+        "export {0} --output whole-{0}",
+    ],
+)
+def test_code_of_a_model_runs_where_it_is_trusted(
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The refusal named an option that the command did not have, and adapters could not be merged."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.setenv("YCORE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    model = write_coded_model(tmp_path / "coded")
+    plain = write_tiny_model(tmp_path / "plain")
+    write_adapter(tmp_path / "adapter", of=plain, named=str(model))
+    for name in ("coded", "adapter"):
+        command = words.format(name).split()
+        assert run(command) == 2
+        assert "pass --trust-remote-code" in capsys.readouterr().err
+        assert run([*command, "--trust-remote-code"]) == 0
+    if command[0] == "serve":
+        assert "--trust-remote-code" in capsys.readouterr().out
+    if command[0] == "export":
+        assert (tmp_path / "whole-adapter" / "coded.py").is_file()

@@ -69,24 +69,29 @@ class Run:
         with file.open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines]
 
-    def model(self, *, best: bool = False) -> Any:
+    def model(self, *, best: bool = False, trust_remote_code: bool = False) -> Any:
         """Load the trained model with transformers, with peft's adapter around it where there is one.
 
         Args:
             best: the model that `keep_best` kept.
+            trust_remote_code: run Python code that the model brings along.
         """
         from transformers import AutoModelForSequenceClassification
 
         folder = trained_model(str(self.folder), best=best)
         if not find_algorithm(self.config["algorithm"]).trains_reward_model:
-            return load_language_model(folder, dtype="auto")
+            return load_language_model(
+                folder, dtype="auto", trust_remote_code=trust_remote_code
+            )
         return AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto")
 
-    def tokenizer(self) -> Any:
+    def tokenizer(self, *, trust_remote_code: bool = False) -> Any:
         """Load the model's tokenizer with transformers."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(trained_model(str(self.folder)))
+        return AutoTokenizer.from_pretrained(
+            trained_model(str(self.folder)), trust_remote_code=trust_remote_code
+        )
 
     def report(self) -> Path:
         """Write report.html into the folder, and return its path."""

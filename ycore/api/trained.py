@@ -25,9 +25,9 @@ from ycore.launch.engines import model_length
 from ycore.launch.guardian import guarded
 from ycore.launch.layout import this_machine
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter, language_model_class
-from ycore.models.fetch import fetch_model
+from ycore.models.fetch import fetch_named
 from ycore.models.model_facts import sighted_family
-from ycore.models.names import first_line, hub_id, read_settings, resolve_model
+from ycore.models.names import first_line, hub_id, read_settings
 from ycore.placement.placement import JUDGE
 from ycore.run.claim import Claim, stored_config
 from ycore.run.files import RunFolder, read_json
@@ -56,10 +56,10 @@ def trained_model(name: str, *, best: bool = False) -> str:
     return str(model)
 
 
-def load_language_model(folder: str, *, dtype: str) -> Any:
+def load_language_model(folder: str, *, dtype: str, trust_remote_code: bool = False) -> Any:
     """Load a model that writes text with transformers, also one that reads pictures."""
     model_class = language_model_class(sighted_family(folder) is not None)
-    return model_class.from_pretrained(folder, dtype=dtype)
+    return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def has_language_model(run: RunFolder, *, best: bool) -> bool:
@@ -69,10 +69,10 @@ def has_language_model(run: RunFolder, *, best: bool) -> bool:
     return writes and (run.best if best else run.model).is_dir()
 
 
-def language_model(name: str, *, best: bool = False) -> Path:
+def language_model(name: str, *, best: bool = False, trust_remote_code: bool = False) -> Path:
     """Return the folder of a whole language model, adapters merged; ModelError for a reward model."""
     model = trained_model(name, best=best)
-    folder = fetch_model(resolve_model(model))
+    folder = fetch_named(model, trust_remote_code=trust_remote_code)
     kinds = read_settings(folder / "config.json").get("architectures") or []
     if any("SequenceClassification" in kind for kind in kinds):
         raise ModelError(
@@ -105,6 +105,7 @@ class ChatSettings(NamedTuple):
     seed: int
     before: Sequence[dict[str, str]]
     template_arguments: Mapping[str, Any]
+    trust_remote_code: bool = False
 
 
 class Chat:
@@ -115,7 +116,8 @@ class Chat:
         from transformers import AutoTokenizer
 
         self._settings = settings
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        trusts = settings.trust_remote_code
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts)
         self._is_chat = bool(self._tokenizer.chat_template)
         self._turns = list(settings.before)
         if settings.before and not self._is_chat:
@@ -124,7 +126,8 @@ class Chat:
             )
         dtype = "auto" if this_machine().has_bfloat16 else "float32"
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = load_language_model(str(folder), dtype=dtype).eval().to(device)
+        model = load_language_model(str(folder), dtype=dtype, trust_remote_code=trusts)
+        self._model = model.eval().to(device)
 
     def say(self, text: str, *, show: Say | None = None) -> str:
         """Return the answer to the next turn, the same for the same turns and seed; `show` gets its words meanwhile."""
@@ -195,7 +198,13 @@ def check_address(host: str, port: int) -> None:
 
 
 def serve_command(
-    folder: Path, *, name: str, host: str, port: int, template_arguments: Mapping[str, Any]
+    folder: Path,
+    *,
+    name: str,
+    host: str,
+    port: int,
+    template_arguments: Mapping[str, Any],
+    trust_remote_code: bool = False,
 ) -> tuple[list[str], EngineSpec]:
     """Return the command line of vLLM's own server with OpenAI's interface, and the spec of its environment."""
     settings = read_settings(folder / "config.json")
@@ -208,7 +217,7 @@ def serve_command(
         max_num_seqs=num_sequences, seed=0,
         cores=() if machine.devices else machine.cores, devices=machine.devices[:1],
         memory_gib=kv_cache_gib(settings, length * num_sequences), gpu_memory_utilization=0.9, role=JUDGE,
-        sees="vision_config" in settings,
+        sees="vision_config" in settings, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     words = engine_command(spec)
     socket_option = words.index("--uds")
@@ -283,11 +292,13 @@ def export_model(folder: Path, target: Path, *, form: str, name: str) -> None:
 
 
 @contextlib.contextmanager
-def staged(run: Path, *, best: bool, merged: bool, repo: str) -> Iterator[Path]:
+def staged(
+    run: Path, *, best: bool, merged: bool, repo: str, trust_remote_code: bool = False
+) -> Iterator[Path]:
     """Stage the folder to push: the model, its card, the curve; removed afterwards."""
     source = Path(trained_model(str(run), best=best))
     if merged:
-        source = language_model(str(run), best=best)
+        source = language_model(str(run), best=best, trust_remote_code=trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="ycore-push-") as temporary:
         folder = Path(temporary) / "model"
         shutil.copytree(

@@ -37,9 +37,13 @@ def is_adapter(folder: Path) -> bool:
 
 def main() -> int:
     """Run in the child process; the last line of output is `error: ...` where the conversion failed."""
-    write: Any = {"gguf": _convert_gguf, "adapter": _merge_adapter}[sys.argv[1]]
+    kind, *paths = sys.argv[1:]
     try:
-        write(*map(Path, sys.argv[2:]))
+        if kind == "gguf":
+            _convert_gguf(*map(Path, paths))
+        else:
+            trusts = kind == "adapter-with-code"
+            _merge_adapter(*map(Path, paths), trust_remote_code=trusts)
     except (OSError, ValueError, RuntimeError) as problem:
         traceback.print_exc()
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
@@ -54,18 +58,21 @@ def language_model_class(sees: bool) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-def _merge_adapter(source: Path, folder: Path, base: Path) -> None:
+def _merge_adapter(
+    source: Path, folder: Path, base: Path, *, trust_remote_code: bool = False
+) -> None:
     """Write adapter and base as one model, in the base's dtype, with the adapter's tokenizer or else the base's."""
     from peft import PeftModel
     from transformers import AutoConfig, AutoTokenizer
 
-    model_class = language_model_class(
-        hasattr(AutoConfig.from_pretrained(base), "vision_config")
-    )
-    model = PeftModel.from_pretrained(model_class.from_pretrained(base, dtype="auto"), source)
+    config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+    model_class = language_model_class(hasattr(config, "vision_config"))
+    model = model_class.from_pretrained(base, dtype="auto", trust_remote_code=trust_remote_code)
+    model = PeftModel.from_pretrained(model, source)
     _merge_untied(model).save_pretrained(folder)
     prepared = source if (source / "tokenizer_config.json").is_file() else base
-    AutoTokenizer.from_pretrained(prepared).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(prepared, trust_remote_code=trust_remote_code)
+    tokenizer.save_pretrained(folder)
     for pattern in ("*processor_config.json", "chat_template.*"):
         for file in prepared.glob(pattern):
             shutil.copy(file, folder)

@@ -44,8 +44,9 @@ def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
     source = Path(os.path.expanduser(plan.name))
     trusts = plan.trust_remote_code
     base = fetch_named(base_name(source), trust_remote_code=trusts, log=log)
+    kind = "adapter-with-code" if trusts else "adapter"
     return build_once(
-        plan.folder, lambda folder: convert("adapter", source, folder, base=base, log=log)
+        plan.folder, lambda folder: convert(kind, source, folder, base=base, log=log)
     )
 
 
@@ -60,6 +61,7 @@ def convert(
     """Write a whole model into `folder`, in a child process, so that its memory and modules do not stay here.
 
     Args:
+        kind: `gguf`, `adapter`, or `adapter-with-code`, whose base may run Python code of its own.
         base: The folder of an adapter's base.
         log: The file to which the child's output is appended.
     """

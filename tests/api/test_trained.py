@@ -95,6 +95,8 @@ def test_a_run_is_asked_as_it_was_trained(run: Path) -> None:
             {"role": "system", "content": text},
             *few_shot,
         ]
+    assert trained.turns_before(str(run / "model")) == trained.turns_before(str(run))
+    assert trained.turns_before(str(run / "checkpoints")) == []
     assert trained.turns_before(str(run), system_prompt="") == few_shot
     assert trained.turns_before(str(run), system_prompt="Be brief.")[0] == {
         "role": "system",

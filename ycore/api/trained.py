@@ -86,7 +86,7 @@ def language_model(name: str, *, best: bool = False, trust_remote_code: bool = F
 
 def turns_before(name: str, *, system_prompt: str | None = None) -> list[dict[str, str]]:
     """Return the turns before every prompt in training: the system prompt, unless another is given, and `few_shot`."""
-    config = stored_settings(name)
+    config = _settings_of(name)
     text = config.get("system_prompt") if system_prompt is None else system_prompt or None
     system = [] if text is None else [{"role": "system", "content": text}]
     return [*system, *config.get("few_shot", [])]
@@ -94,7 +94,14 @@ def turns_before(name: str, *, system_prompt: str | None = None) -> list[dict[st
 
 def template_arguments(name: str) -> dict[str, Any]:
     """Return what the run gave its chat template in training (`chat_template_kwargs`); {} for a model without a run."""
-    return stored_settings(name).get("trl", {}).get("chat_template_kwargs") or {}
+    return _settings_of(name).get("trl", {}).get("chat_template_kwargs") or {}
+
+
+def _settings_of(name: str) -> Mapping[str, Any]:
+    """Return the settings of a run, named by its folder or by that of its model; {} for another model."""
+    folder = Path(name).expanduser()
+    run = RunFolder(folder.parent)
+    return stored_settings(str(run.root) if folder in (run.model, run.best) else name)
 
 
 class ChatSettings(NamedTuple):

@@ -437,6 +437,24 @@ def test_a_stage_is_the_run_that_its_command_would_make_of_the_same_keys() -> No
     ]
 
 
+def test_a_default_may_be_a_field_of_trl_and_must_be_a_key_of_some_stage() -> None:
+    """Both were dropped without a word."""
+    stages = {"sft": {"dataset": "d"}, "grpo": ROLLOUTS}
+    sft, grpo = configs(defaults={"learning_rate": 7e-5, "epsilon": 0.1}, stages=stages)
+    assert sft.trl == {"learning_rate": 7e-5}
+    assert grpo.trl == {"learning_rate": 7e-5, "epsilon": 0.1}
+    for key, way_out in {
+        "max_lenght": "did you mean 'max_length'",
+        "trl": "by their own names",
+    }.items():
+        with pytest.raises(ConfigError, match=f"no stage has the key {key}.*{way_out}"):
+            parsed(defaults={key: 9}, stages=stages)
+
+
+def test_a_pipeline_may_be_written_to_the_home_folder() -> None:
+    assert parsed(stages={"sft": SFT}, output="~/x").folder == Path.home() / "x"
+
+
 def test_a_preset_works_in_a_stage_as_on_the_command_line() -> None:
     (grpo,) = configs(stages={"grpo": {**ROLLOUTS, "preset": "dapo", "max_tokens": 100}})
     assert grpo.trl["epsilon_high"] == 0.28
@@ -485,6 +503,14 @@ def test_the_best_and_the_worst_of_each_prompt() -> None:
 def test_every_two_that_differ_and_of_the_same_texts_one() -> None:
     rows = [row(0, "7", 1.0), row(0, "8", 0.0), row(0, "7", 1.0), row(0, "9", 0.0)]
     assert pairs(rows, compare="all") == [("7", "8", 1.0, 0.0), ("7", "9", 1.0, 0.0)]
+
+
+@pytest.mark.parametrize("compare", ["best-worst", "all"])
+def test_a_text_is_never_better_than_itself(compare: str) -> None:
+    """A judge may reward the same text twice, and differently."""
+    assert pairs([row(0, "7", 1.0), row(0, "7", 0.0)], compare=compare) == []
+    rows = [row(0, "7", 1.0), row(0, "8", 0.5), row(0, "7", 0.0)]
+    assert len(pairs(rows, compare="all")) == 1
 
 
 def test_a_prompt_whose_rewards_are_equal_is_left_out() -> None:

@@ -124,7 +124,7 @@ def parse_pipeline(
     for item in sets:
         _apply_set(declared, item)
     file = validated(PipelineFile, declared, what="a pipeline", error=ConfigError)
-    folder = Path(file.output or f"runs/{name}")
+    folder = Path(file.output or f"runs/{name}").expanduser()
     paths = {} if file.model is None else {"model": file.model}
     # The first model for every policy, and nothing else that is to come.
     stand_ins = dict(paths)
@@ -146,7 +146,17 @@ def parse_pipeline(
                     first_model = stage.check_keys["model"]
                 paths["model"] = model
                 stand_ins[f"{stage_name}.model"] = stand_ins["model"] = first_model
+    known = set().union(*(_keys_of(stage.command) for stage in stages))
+    for key in sorted(file.defaults.keys() - known):
+        way_out = nearest(key, known) or "; TRL's fields stand there by their own names"
+        raise ConfigError(f"defaults: no stage has the key {key}{way_out}")
     return Pipeline(folder, declared, stages)
+
+
+def _keys_of(command: str) -> set[str]:
+    """Return the keys that a stage of this command has, TRL's fields among them."""
+    entry = find_algorithm("eval" if command == PAIRS else command)
+    return {*entry.config.model_fields, *entry.trl_fields} - {"trl"}
 
 
 def _apply_set(declared: JsonObject, item: str) -> None:
@@ -190,7 +200,7 @@ def _parse_stage(
         raise ConfigError(
             f"stage {name}: compare is {' or '.join(get_args(Compare))}; it is {compare!r}"
         )
-    fields = find_algorithm("eval" if command == PAIRS else command).config.model_fields
+    fields = _keys_of(command)
     keys: JsonObject = {"model": "${model}"}
     keys |= {key: value for key, value in file.defaults.items() if key in fields}
     keys |= {key: value for key, value in declared.items() if key not in ("command", "compare")}
@@ -457,13 +467,13 @@ def make_pairs(
             best_first = best_first[:1] + best_first[-1:]
         seen = set()
         for (best, chosen), (worst, rejected) in combinations(best_first, 2):
-            texts = (chosen["completion"], rejected["completion"])
-            if not rewards_differ([best, worst]) or texts in seen:
+            answers: list[Any] = [chosen["completion"], rejected["completion"]]
+            texts = frozenset(answers)
+            if len(texts) < 2 or texts in seen or not rewards_differ([best, worst]):
                 continue
             seen.add(texts)
-            answers = list(texts)
             if not isinstance(chosen["prompt"], str):  # a chat is answered by a turn
-                answers = [[{"role": "assistant", "content": text}] for text in texts]
+                answers = [[{"role": "assistant", "content": text}] for text in answers]
             pair = {"prompt": chosen["prompt"], "chosen": answers[0], "rejected": answers[1]}
             shown = {name: chosen[name] for name in _SHOWN if name in chosen}
             yield pair | shown | {"chosen_reward": best, "rejected_reward": worst}

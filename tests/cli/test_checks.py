@@ -117,7 +117,7 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize(
     ("option", "is_default"),
-    [("logging_steps 5", 1), ("save_total_limit 3", 2), ("report_to tensorboard", "none")],
+    [("save_total_limit 3", 2), ("report_to tensorboard", "none")],
 )
 def test_a_default_that_the_plan_names_is_the_runs_own(
     option: str, is_default: object, place: Path, capfd: pytest.CaptureFixture[str]
@@ -422,3 +422,15 @@ def test_what_an_evaluation_cannot_be_is_one_line(
     assert run(command_words(more, place)) == 2
     stderr = capfd.readouterr().err
     assert said in stderr and stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["logging_steps 5", "logging_strategy no"])
+def test_every_step_is_written(
+    option: str, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A row of metrics.jsonl was the mean of several steps, and was summed up and stopped by as one."""
+    words = f"--recipe quickstart --{option.replace('_', '-')}"
+    assert run(command_words(words, place)) == 2
+    err = capfd.readouterr().err
+    name, value = option.split()
+    assert name in err and value in err and "leave it out" in err

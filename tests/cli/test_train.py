@@ -335,7 +335,7 @@ def test_more_steps_are_no_change(stopped: Path, capfd: pytest.CaptureFixture[st
                 str(stopped),
                 "--steps",
                 "20",
-                "--logging-steps",
+                "--save-total-limit",
                 "5",
                 "--dry-run",
                 "--json",
@@ -447,8 +447,8 @@ def test_a_run_with_checkpoints_and_without_its_identity_is_refused(
 @pytest.mark.parametrize(
     ("words", "field", "value"),
     [
-        ("--logging-steps 5 {run}", "logging_steps", 5),
-        ("--logging-steps=5 {run} --no-log-completions", "log_completions", False),
+        ("--save-total-limit 5 {run}", "save_total_limit", 5),
+        ("--save-total-limit=5 {run} --no-log-completions", "log_completions", False),
         ("--log-completions {run}", "log_completions", True),
         ("{run} --log-completions false", "log_completions", False),
     ],

@@ -342,6 +342,11 @@ class BaseConfig(Strict):
             )
         if self.trl.get("sync_ref_model") and self.algorithm != "eval":
             self._check_moving_reference()
+        for name, taken in (("logging_steps", 1), ("logging_strategy", "steps")):
+            if self.trl.get(name, taken) != taken:
+                raise ConfigError(
+                    f"{name} is {self.trl[name]!r}, and each step is written to metrics.jsonl; leave it out"
+                )
         if self.quantize is not None and self.accelerate in SHARDS_WEIGHTS:
             raise ConfigError(
                 f"--quantize 4bit keeps the base whole on each rank, and {self.accelerate} shards it; take zero2"

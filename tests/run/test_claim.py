@@ -111,11 +111,26 @@ def test_what_changes_nothing_that_is_learned_may_change(folder: RunFolder) -> N
     more = {
         "steps": 200,
         "checkpoint_every": 3,
-        "trl": {"logging_steps": 5, "report_to": "tensorboard"},
+        "trl": {"save_total_limit": 5, "report_to": "tensorboard"},
     }
     check_claim(folder, config_for(folder, **more), resume=AS_IT_WAS)
     with pytest.raises(RunFolderError, match="steps: 100 there, 50 here"):
         check_claim(folder, config_for(folder, steps=50), resume=AS_IT_WAS)
+
+
+def test_a_resumed_run_keeps_the_command_that_began_it(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its report said `ycore resume` where it says how to do it again."""
+    monkeypatch.setattr(sys, "argv", ["ycore", "grpo", "--recipe", "quickstart"])
+    claim_and_release(folder)
+    begun = read_json(folder.config)
+    monkeypatch.setattr(sys, "argv", ["ycore", "resume", str(folder.root)])
+    claim_and_release(folder, resume=True, steps=200)
+    stored = read_json(folder.config)
+    assert stored["command"] == ["ycore", "grpo", "--recipe", "quickstart"]
+    assert (stored["started"], stored["resume"]) == (begun["started"], True)
+    assert stored["config"]["steps"] == 200
 
 
 def test_the_same_run_goes_on_only_with_resume(folder: RunFolder) -> None:

@@ -236,7 +236,7 @@ def is_finished(folder: RunFolder) -> bool:
 
 
 def write_description(folder: RunFolder, config: BaseModel, *, resume: bool) -> None:
-    """Write run.json: the settings, and how the run was started."""
+    """Write run.json: the settings, and how the run was first started."""
     description = {
         "config": redact(config.model_dump(mode="json")),
         "command": redact_command(sys.argv),
@@ -245,6 +245,10 @@ def write_description(folder: RunFolder, config: BaseModel, *, resume: bool) -> 
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "resume": resume,
     }
+    if resume and folder.config.is_file():
+        begun = read_json(folder.config)
+        kept = ("command", "directory", "started")
+        description |= {name: begun[name] for name in kept if name in begun}
     write_json_atomic(folder.config, description)
 
 

@@ -228,6 +228,22 @@ def test_a_run_whose_launcher_was_killed_says_how_to_go_on(
     assert stream.getvalue().splitlines()[-1].endswith(f"`ycore resume {run}` goes on")
 
 
+@pytest.mark.parametrize("summary", [None, {"status": "finished", "wall_s": 14.0}])
+def test_an_evaluation_is_started_again_and_has_no_steps(
+    summary: dict[str, Any] | None, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = json.loads((run / "run.json").read_text())
+    described["config"]["algorithm"] = "eval"
+    (run / "run.json").write_text(json.dumps(described))
+    if summary is not None:
+        (run / "summary.json").write_text(json.dumps(summary))
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stdout", stream)
+    follow_run(run)
+    ending = stream.getvalue().splitlines()[-1]
+    assert "resume" not in ending and "step" not in ending
+
+
 def test_a_run_that_goes_on_is_followed_to_its_end(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,8 @@ from PIL import Image
 from ycore_cli.main import run as ycore
 
 from ycore.round.journal import Journal
+from ycore.run.claim import Claim
+from ycore.run.files import RunFolder
 from ycore.run.metrics import MetricsWriter
 from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, Turn
 from ycore.view.report import (
@@ -24,6 +26,7 @@ from ycore.view.report import (
     make_report,
     read_run,
     render_page,
+    report_json,
     write_report,
 )
 
@@ -128,6 +131,18 @@ def test_the_rewards_of_the_last_round_are_weighted_sums(run: Path) -> None:
     assert [scored.reward for scored in read_run(run).completions] == [2.0, 0.0, None]
 
 
+def test_a_reward_that_does_not_apply_leaves_the_others(run: Path) -> None:
+    """Completions that were trained on stood there as masked."""
+    described = json.loads((run / "run.json").read_text())
+    described["config"]["rewards"].append({"reward": "format", "weight": 1.0})
+    (run / "run.json").write_text(json.dumps(described))
+    group = _group("a")
+    scores = [(*scores_R, Score(None)) for scores_R in group.scores_GR]
+    group = replace(group, scores_GR=tuple(scores))
+    Journal(run / "journal", rank=0).commit(13, [group], state={})
+    assert [scored.reward for scored in read_run(run).completions] == [2.0, 0.0, None]
+
+
 def test_the_last_round_is_that_of_the_journal_and_of_every_rank(tmp_path: Path) -> None:
     """The round's file is written by the journal itself."""
     run = make_run(tmp_path / "two", text="7", num_ranks=2)
@@ -217,6 +232,14 @@ def test_samples_and_versions_are_shown(run: Path) -> None:
     )
 
 
+def test_a_prompt_whose_turns_only_call_tools_has_its_samples(run: Path) -> None:
+    turns = [{"role": "assistant", "content": None}, {"role": "tool", "content": "4"}]
+    samples = {when: [{"prompt": turns, "completion": "four"}] for when in ("before", "after")}
+    (run / "samples.json").write_text(json.dumps(samples))
+    recorded = read_run(run)
+    assert not recorded.problems and "four" in render_page(make_report([recorded]))
+
+
 def test_samples_show_the_pictures_of_their_prompts(run: Path) -> None:
     kept = hashlib.sha256(b"a picture").hexdigest()
     (run / "images").mkdir()
@@ -243,7 +266,13 @@ def test_a_run_that_is_still_going_has_a_report(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
     damage(run / "journal" / "round-000012-rank-0.json")
     report = make_report([read_run(run)])
-    assert "still running" in render_page(report)
+    page, (stopped,) = render_page(report), report_json([read_run(run)])["runs"]
+    assert "killed" in page and stopped["status"] == "killed"
+    running = Claim(RunFolder(run))
+    try:
+        assert report_json([read_run(run)])["runs"][0]["status"] == "running"
+    finally:
+        running.release()
 
 
 def test_several_runs_side_by_side(

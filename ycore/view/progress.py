@@ -410,20 +410,22 @@ def follow_run(root: Path, *, once: bool = False) -> None:
             if is_over:
                 break
             time.sleep(0.5)
-        progress.say(_ending(folder))
+        progress.say(_ending(folder, evaluates=evaluates))
     finally:
         progress.close()
 
 
-def _ending(folder: RunFolder) -> str:
+def _ending(folder: RunFolder, *, evaluates: bool) -> str:
     if is_held(folder):
         return "the run goes on"
     if not folder.summary.is_file():
-        run = shlex.quote(str(folder.root))
-        return f"over without a summary, as after a kill; `ycore resume {run}` goes on"
+        way_out = f"`ycore resume {shlex.quote(str(folder.root))}` goes on"
+        if evaluates:
+            way_out = "start it again"
+        return f"over without a summary, as after a kill; {way_out}"
     summary = read_summary(folder)
-    steps = (
-        f"{summary.status or 'ended'} after {summary.steps} step{'s' * (summary.steps != 1)}"
-    )
+    steps = summary.status or "ended"
+    if not evaluates:
+        steps += f" after {summary.steps} step{'s' * (summary.steps != 1)}"
     duration = f", {as_duration(summary.wall_s)}" if summary.wall_s else ""
     return steps + duration + (f": {summary.error}" if summary.error else "")

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ycore.config.schema import RunConfig
 from ycore.errors import RunFolderError
+from ycore.run.claim import is_held
 from ycore.run.files import RunFolder, read_json
 from ycore.run.metrics import EVALUATION, REWARD, STEP_SECONDS, Row, number, read_metrics
 from ycore.run.resuming import read_round, round_file, rounds_in
@@ -28,7 +29,7 @@ from ycore.view.pictures import new_figure, points, smooth, style
 
 
 class ScoredCompletion(NamedTuple):
-    """A completion, and the weighted sum of its rewards; None where one of them was not given.
+    """A completion, and the weighted sum of its rewards; None where none was given.
 
     `turns` are the speakers and what each said, of a completion in several turns.
     """
@@ -59,6 +60,12 @@ class RecordedRun:
     spent: "DeviceSeconds"
     pictures: Path | None = None
     problems: Sequence[str] = ()
+
+    @property
+    def status(self) -> str:
+        """How the run ended, or whether it goes on."""
+        without_summary = "running" if is_held(RunFolder(self.root)) else "killed"
+        return str(self.summary.get("status", without_summary))
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -105,7 +112,7 @@ class _Summary(_Checked):
 
 
 class _Turn(_Checked):
-    content: str
+    content: str | None = None  # a turn that only calls tools
 
 
 class _Sample(_Checked):
@@ -208,9 +215,8 @@ def _completions_in(file: Path, weights: Sequence[float]) -> list[ScoredCompleti
         prompt = content_text(group.draw.prompt.content)
         for completion, scores in zip(group.completions, group.scores_GR, strict=False):
             values = [score.value for score in scores]
-            reward = None
-            if None not in values and len(values) == len(weights):
-                reward = weighted_sum(values, weights)
+            is_whole = len(values) == len(weights)
+            reward = weighted_sum(values, weights) if is_whole else None
             turns = tuple(
                 (message["role"], said(message))
                 for turn in completion.turns
@@ -415,7 +421,7 @@ def report_json(runs: Sequence[RecordedRun]) -> JsonObject:
             {
                 "name": run.name,
                 "folder": str(run.root),
-                "status": run.summary.get("status", "running"),
+                "status": run.status,
                 "summary": dict(run.summary),
                 "slots": run.spent.num_slots,
                 "device_seconds": dict(run.spent.seconds),

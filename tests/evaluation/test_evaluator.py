@@ -28,7 +28,7 @@ class ScriptedController:
         self.meter = RoundMeter([], peers, ())
         self._score_of = score_of
         self.draws = SimpleNamespace(draw=self._draw)
-        self.rules = SimpleNamespace(max_in_flight=MAX_IN_FLIGHT)
+        self.rules = SimpleNamespace(max_in_flight=MAX_IN_FLIGHT, reward_weights=(1.0,))
         self.num_drawn = self.num_writing = self.most_writing = 0
         self.last_began = asyncio.Event()
 

@@ -23,6 +23,7 @@ from ycore.evaluation.held_out import (
     figure_names,
     first_and_last,
     is_due,
+    mean_reward,
     pair_figures,
     watched_metric,
     why_stop,
@@ -158,6 +159,15 @@ def test_the_best_of_n_by_another_reward() -> None:
     assert measured["best@4/similarity"] == (1.0 + 0.0) / 2
     assert measured["best@4/length"] == (0.0 + 1.0) / 2
     assert measured["best@4/similarity/low"] == 0.0
+
+
+def test_the_mean_while_it_goes_on_is_of_all_rewards_by_their_weights() -> None:
+    """It was of the first one alone."""
+    draw = group(0, "a", [0.0]).draw
+    completions = group(0, "ab", [0.0, 0.0]).completions
+    scores = ((Score(0.0), Score(1.0)), (Score(None), Score(0.5)))
+    assert mean_reward([Group(draw, completions, scores)], (1.0, 2.0)) == 1.5
+    assert mean_reward([group(0, "a", [None])], (1.0,)) is None
 
 
 def test_of_a_dataset_its_own_first_reward_says_what_is_right() -> None:

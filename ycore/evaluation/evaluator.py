@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ycore.evaluation.held_out import (
     count_groups,
     evaluation_figures,
-    mean_of_known,
+    mean_reward,
     pair_figures,
     write_groups,
 )
@@ -96,6 +96,7 @@ def _write_all(controller: "Controller", num_prompts: int, folder: RunFolder) ->
     """Return the groups of all prompts, written to completions.jsonl in the order of the prompts."""
     completions = folder.root / "completions.jsonl"
     meter = controller.meter
+    weights = controller.rules.reward_weights
     waiting: dict[int, Group] = {}
     done: list[Group] = []
     with (
@@ -114,8 +115,7 @@ def _write_all(controller: "Controller", num_prompts: int, folder: RunFolder) ->
                     meter.check_scored(
                         len(meter.rewards[""]), meter.num_masked, meter.problems.total()
                     )
-                    first_rewards = [rewards[0] for item in done for rewards in item.rewards_GR]
-                    writer.write({"step": len(done), "reward": mean_of_known(first_rewards)})
+                    writer.write({"step": len(done), "reward": mean_reward(done, weights)})
 
         draws = [controller.draws.draw() for _ in range(num_prompts)]
         controller.run_round(

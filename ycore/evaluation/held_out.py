@@ -173,6 +173,13 @@ def mean_of_known(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def mean_reward(groups: Iterable[Group], weights: Sequence[float]) -> float | None:
+    """Return the mean of the weighted rewards; None if none is known."""
+    return mean_of_known(
+        total for group in groups for total in compared_rewards(group, weights)
+    )
+
+
 def _is_vote_right(group: Group, is_right: Sequence[bool]) -> bool:
     """Tell whether the most frequent answer is right; of several, the first that was written."""
     answers = [final_answer(completion.full_text) for completion in group.completions]

@@ -136,6 +136,13 @@ def test_what_groups_say() -> None:
     ]
 
 
+def test_samples_reach_from_the_lowest_reward_to_the_highest() -> None:
+    """The best of 128 was never among them."""
+    rewards = [(number / 127, "stop") for number in range(128)]
+    samples = samples_of([group(*rewards)], weights=(1.0, 0.0))
+    assert [samples[0]["reward"], samples[-1]["reward"]] == [0.0, 1.0] and len(samples) == 4
+
+
 def test_the_groups_that_teach_are_those_of_the_run() -> None:
     """Rewards that hardly deviate do not teach, and equal ones do where one completion breaks a constraint."""
     groups = [group((1.0, "stop"), (0.98, "stop"))]

@@ -217,7 +217,8 @@ def samples_of(groups: Sequence[Group], *, weights: Sequence[float]) -> list[Jso
     ]
     lowest = float("-inf")
     samples.sort(key=lambda row: lowest if row["reward"] is None else row["reward"])
-    return samples[:: max(1, (len(samples) - 1) // (_NUM_SAMPLES - 1))][:_NUM_SAMPLES]
+    shown = min(_NUM_SAMPLES, len(samples))
+    return [samples[(len(samples) - 1) * at // max(1, shown - 1)] for at in range(shown)]
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------

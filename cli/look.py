@@ -103,7 +103,7 @@ def recipes(
     from ycore.config.recipe_files import read_sweep
 
     name = Path(recipe).stem
-    known = stored_band(name) if band is None else read_json(band)
+    known = stored_band(recipe) if band is None else _read_band(band)
     root = output or Path("runs") / f"reproduce-{name}"
     sweep = read_sweep(recipe)
     with stdout_for_json(json), tracker_group(root.resolve().name):
@@ -121,6 +121,19 @@ def recipes(
     else:
         print_table(lines)
     return int(any(not verdict["is_inside"] for verdict in result.get("verdicts", ())))
+
+
+def _read_band(file: Path) -> dict[str, Any]:
+    """Read a band as docs/benchmarks/band.py writes it; ConfigError for another file."""
+    band = read_json(file)
+    stages = band.get("stages", {"": band})
+    if not {"machine", "sets"} <= band.keys() or not all(
+        {"steps", "final"} <= stage.keys() for stage in stages.values()
+    ):
+        raise ConfigError(
+            f"--band {file} is no band; docs/benchmarks/band.py writes one, or leave --band out"
+        )
+    return band
 
 
 def _run_rungs(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ycore_cli import look, options
+from ycore_cli.main import run as run_command
 
 from docs.benchmarks.band import interval, machine_in_words, make_band
 from tests.tiny_model import write_tiny_model
@@ -334,6 +335,45 @@ def test_settings_are_compared_by_the_means_of_their_finals_as_of_a_step(
     assert [row["setting"] for row in early["settings"]] == ["high", "rising", "low", "rising"]
     assert "after 4 steps" in lines[0][1] and "after" not in lines[3][1]
     assert json.loads((tmp_path / "sweep.json").read_text()) == early
+
+
+def test_runs_without_a_reward_are_compared_by_what_they_have(tmp_path: Path) -> None:
+    """The comparison ended in a traceback after all runs."""
+    for seed in range(3):
+        write_run(tmp_path / "kto" / f"seed-{seed}", [0.0])
+        write_run(tmp_path / "gold" / f"seed-{seed}", [0.0])
+        row = {"step": 1, "loss": 0.5}
+        (tmp_path / "gold" / f"seed-{seed}" / "metrics.jsonl").write_text(json.dumps(row))
+        row["rewards/margins"] = 0.25
+        (tmp_path / "kto" / f"seed-{seed}" / "metrics.jsonl").write_text(json.dumps(row))
+    result, _ = compare_settings(tmp_path, {"kto": []}, 3)
+    assert [row["mean"] for row in result["settings"]] == [0.25]
+    compare_settings(tmp_path, {"gold": []}, 3)
+    (gold,) = json.loads((tmp_path / "sweep.json").read_text())["settings"]
+    assert gold["mean"] is None
+
+
+@pytest.mark.parametrize("band", ["{}", '{"machine": "m", "sets": [], "steps": []}'])
+def test_what_is_no_band_is_refused_before_any_run(
+    band: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "band.json").write_text(band)
+    words = ["--band", str(tmp_path / "band.json"), "--output", str(tmp_path / "runs")]
+    assert run_command(["recipes", "quickstart", *words]) == 2
+    assert "is no band" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+def test_a_file_of_ones_own_has_no_band(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was compared with the band of the shipped recipe of the same name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart.yaml").write_text("recipe: quickstart")
+    write_run(tmp_path / "runs" / "seed-0", [0.1, 0.2])
+    monkeypatch.setattr("ycore_cli.look._run_rungs", lambda *_, **__: None)
+    words = ["--seeds", "1", "--output", str(tmp_path / "runs")]
+    assert run_command(["recipes", "./quickstart.yaml", *words]) == 0
+    assert "none is stored" in " ".join(capsys.readouterr().out.split())
 
 
 def test_halving_runs_all_and_lets_the_best_go_on(

@@ -118,8 +118,9 @@ def read_json(path: Path) -> JsonObject:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON without NaN (see `json_safe`); a kill leaves the old file or the new one."""
-    write_bytes_atomic(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+    """Replace `path` by `value` as JSON, null for NaN (`json_safe`); a kill leaves the old file or the new one."""
+    text = json.dumps(json_safe(value), indent=2, allow_nan=False)
+    write_bytes_atomic(path, f"{text}\n".encode())
 
 
 def named_by_content(path: Path, data: bytes) -> Path:

@@ -97,6 +97,9 @@ def test_a_run_is_asked_as_it_was_trained(run: Path) -> None:
         ]
     assert trained.turns_before(str(run / "model")) == trained.turns_before(str(run))
     assert trained.turns_before(str(run / "checkpoints")) == []
+    best = run.rename(run.parent / "best")  # a run of that name
+    assert trained.turns_before(str(best)) == trained.turns_before(str(best / "model")) != []
+    best.rename(run)
     assert trained.turns_before(str(run), system_prompt="") == few_shot
     assert trained.turns_before(str(run), system_prompt="Be brief.")[0] == {
         "role": "system",

@@ -83,7 +83,9 @@ class Run:
             return load_language_model(
                 folder, dtype="auto", trust_remote_code=trust_remote_code
             )
-        return AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto")
+        return AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype="auto", trust_remote_code=trust_remote_code
+        )
 
     def tokenizer(self, *, trust_remote_code: bool = False) -> Any:
         """Load the model's tokenizer with transformers."""

@@ -99,9 +99,12 @@ def template_arguments(name: str) -> dict[str, Any]:
 
 def _settings_of(name: str) -> Mapping[str, Any]:
     """Return the settings of a run, named by its folder or by that of its model; {} for another model."""
+    settings = stored_settings(name)
     folder = Path(name).expanduser()
     run = RunFolder(folder.parent)
-    return stored_settings(str(run.root) if folder in (run.model, run.best) else name)
+    if not settings and folder in (run.model, run.best):
+        return stored_settings(str(run.root))
+    return settings
 
 
 class ChatSettings(NamedTuple):

@@ -443,12 +443,33 @@ def test_a_default_may_be_a_field_of_trl_and_must_be_a_key_of_some_stage() -> No
     sft, grpo = configs(defaults={"learning_rate": 7e-5, "epsilon": 0.1}, stages=stages)
     assert sft.trl == {"learning_rate": 7e-5}
     assert grpo.trl == {"learning_rate": 7e-5, "epsilon": 0.1}
-    for key, way_out in {
-        "max_lenght": "did you mean 'max_length'",
-        "trl": "by their own names",
-    }.items():
-        with pytest.raises(ConfigError, match=f"no stage has the key {key}.*{way_out}"):
+    for key in ("max_lenght", "trl"):
+        with pytest.raises(ConfigError, match=f"no stage has the key {key}"):
             parsed(defaults={key: 9}, stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "keys", "trl"),
+    [
+        ({"learning_rate": 1e-5}, {"trl": {"learning_rate": 2e-5}}, {"learning_rate": 2e-5}),
+        ({"trl": {"learning_rate": 1e-5}}, {"learning_rate": 2e-5}, {"learning_rate": 2e-5}),
+        ({"max_steps": 3}, {"steps": 2}, {}),
+    ],
+)
+def test_a_key_of_a_stage_is_over_a_default_in_any_spelling(
+    defaults: dict[str, Any], keys: dict[str, Any], trl: dict[str, Any]
+) -> None:
+    (sft,) = configs(defaults=defaults, stages={"sft": {"dataset": "d", "steps": 2} | keys})
+    assert sft.trl == trl and sft.steps == 2
+
+
+def test_a_stage_that_only_samples_gets_no_default_of_training() -> None:
+    defaults = {"report_to": "tensorboard", "learning_rate": 1e-5, "temperature": 0.5}
+    sft, pairs = configs(
+        defaults=defaults, stages={"sft": {"dataset": "d"}, "grpo": ROLLOUTS, "pairs": ROLLOUTS}
+    )[::2]
+    assert sft.trl == {"report_to": "tensorboard", "learning_rate": 1e-5}
+    assert pairs.trl == {"temperature": 0.5}
 
 
 def test_a_pipeline_may_be_written_to_the_home_folder() -> None:

@@ -27,9 +27,9 @@ from ycore.api.evaluations import run_evaluations
 from ycore.api.run_settings import complete_config
 from ycore.api.running import checked_plan, run_training, training_plan
 from ycore.api.tables import Rows, plan_rows
-from ycore.config.algorithms import ALGORITHMS, find_algorithm
-from ycore.config.resolve import parse_set, resolve, set_key, validated
-from ycore.config.schema import AnyConfig, RunConfig, Strict, Whole
+from ycore.config.algorithms import ALGORITHMS, Algorithm, find_algorithm
+from ycore.config.resolve import keys_in, parse_set, resolve, set_key, validated
+from ycore.config.schema import PLAIN_SAMPLING, AnyConfig, RunConfig, Strict, Whole
 from ycore.data.rows import TEMPLATE_COLUMNS
 from ycore.errors import (
     ConfigError,
@@ -124,6 +124,9 @@ def parse_pipeline(
     for item in sets:
         _apply_set(declared, item)
     file = validated(PipelineFile, declared, what="a pipeline", error=ConfigError)
+    if isinstance(of_trl := file.defaults.get("trl"), dict):
+        del file.defaults["trl"]
+        file.defaults.update(of_trl)
     folder = Path(file.output or f"runs/{name}").expanduser()
     paths = {} if file.model is None else {"model": file.model}
     # The first model for every policy, and nothing else that is to come.
@@ -146,7 +149,7 @@ def parse_pipeline(
                     first_model = stage.check_keys["model"]
                 paths["model"] = model
                 stand_ins[f"{stage_name}.model"] = stand_ins["model"] = first_model
-    known = set().union(*(_keys_of(stage.command) for stage in stages))
+    known = set[str]().union(*(_keys_of(stage.command) for stage in stages))
     for key in sorted(file.defaults.keys() - known):
         way_out = nearest(key, known) or "; TRL's fields stand there by their own names"
         raise ConfigError(f"defaults: no stage has the key {key}{way_out}")
@@ -154,9 +157,14 @@ def parse_pipeline(
 
 
 def _keys_of(command: str) -> set[str]:
-    """Return the keys that a stage of this command has, TRL's fields among them."""
-    entry = find_algorithm("eval" if command == PAIRS else command)
-    return {*entry.config.model_fields, *entry.trl_fields} - {"trl"}
+    """Return the keys that a stage of this command has, TRL's fields among them; where it only samples, those of that."""
+    entry = _entry_of(command)
+    fields = PLAIN_SAMPLING if entry.name == "eval" else entry.trl_fields
+    return {*entry.config.model_fields, *fields} - {"trl"}
+
+
+def _entry_of(command: str) -> Algorithm:
+    return find_algorithm("eval" if command == PAIRS else command)
 
 
 def _apply_set(declared: JsonObject, item: str) -> None:
@@ -201,8 +209,14 @@ def _parse_stage(
             f"stage {name}: compare is {' or '.join(get_args(Compare))}; it is {compare!r}"
         )
     fields = _keys_of(command)
+    entry = _entry_of(command)
+    own_keys = keys_in(declared, entry)
     keys: JsonObject = {"model": "${model}"}
-    keys |= {key: value for key, value in file.defaults.items() if key in fields}
+    keys |= {
+        key: value
+        for key, value in file.defaults.items()
+        if key in fields and not keys_in({key: value}, entry) & own_keys
+    }
     keys |= {key: value for key, value in declared.items() if key not in ("command", "compare")}
     if file.seed:
         keys["seed"] = keys.get("seed", 0) + file.seed * _SEEDS_APART

@@ -292,6 +292,14 @@ def _normalised(layer: Record, entry: AlgorithmEntry) -> JsonObject:
     return layer | {"trl": fields} if fields else layer
 
 
+def keys_in(layer: Record, entry: Algorithm) -> set[str]:
+    """Return the keys and TRL's fields that a layer sets; TRL's names of keys as those keys."""
+    names = aliases(entry)
+    fields = layer.get("trl")
+    fields = fields if isinstance(fields, Mapping) else {}
+    return {names.get(key, key) for key in (*layer, *fields)}
+
+
 def _parts_of(items: Sequence[Any]) -> list[JsonObject]:
     """Read datasets, each a mapping or `NAME:SHARE`; ConfigError where only some have a share."""
     parts = []

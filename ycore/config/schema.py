@@ -439,7 +439,7 @@ class ScoredConfig(BaseConfig):
         }
 
 
-_PLAIN_SAMPLING = {
+PLAIN_SAMPLING = {
     "temperature": (1.0,),
     "top_p": (1.0,),
     "top_k": (0, None),
@@ -782,7 +782,7 @@ class RunConfig(ScoredConfig, RowSettings):
         """TRL's fields by which engines sample from another distribution than the policy's own, with their values."""
         return {
             name: self.trl[name]
-            for name, plain in _PLAIN_SAMPLING.items()
+            for name, plain in PLAIN_SAMPLING.items()
             if name in self.trl and self.trl[name] not in plain
         }
 

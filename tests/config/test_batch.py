@@ -255,3 +255,26 @@ def test_a_round_of_one_completion_is_refused() -> None:
     with pytest.raises(ConfigError, match="it is 1 prompt x 1 completion"):
         derive_batch(_config(**alone), world_size=1, on_cpu=True)
     derive_batch(_config(**alone, trl={"steps_per_generation": 2}), world_size=1, on_cpu=True)
+
+
+@pytest.mark.parametrize("algorithm", ["sdft", "sdpo"])
+def test_an_epoch_of_self_distillation_is_every_row_with_all_its_completions(
+    algorithm: str,
+) -> None:
+    """One epoch of 12 rows took 2 steps of one row each."""
+
+    def batch(num_rows: int = 12, **keys: Any) -> TuneBatch:
+        more = {"reward": "exact_answer"} if algorithm == "sdpo" else {}
+        config = resolve(
+            options={"algorithm": algorithm, "model": "m", "dataset": "d", **more, **keys}
+        )
+        assert isinstance(config, TuneConfig)
+        return derive_tune_batch(config, num_rows=num_rows, world_size=1, on_cpu=True)
+
+    whole = batch(epochs=1)
+    assert (whole.batch_size, whole.steps, whole.epochs) == (8, 12, 1.0)
+    assert "1 rows x 8 completions" in str(whole)
+    assert batch(epochs=2, num_generations=4).steps == 12
+    assert batch(num_rows=3, epochs=1).steps == 3
+    with pytest.raises(ConfigError, match=r"num_generations.*--batch-size 8"):
+        batch(batch_size=4)

@@ -79,9 +79,13 @@ class TuneBatch(_Batch):
     steps: int
     epochs: float  # passes over the rows in these steps
     max_length: int | None  # longest sequence in tokens; None cuts nothing
+    completions_per_row: int = 1
 
     def __str__(self) -> str:
-        return self._in_words(f"{self.batch_size} rows")
+        if self.completions_per_row == 1:
+            return self._in_words(f"{self.batch_size} rows")
+        num_rows = self.batch_size // self.completions_per_row
+        return self._in_words(f"{num_rows} rows x {self.completions_per_row} completions")
 
 
 def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPlan:
@@ -159,6 +163,8 @@ def derive_tune_batch(
         context_length: the model's, in tokens, where it is known.
     """
     algorithm = config.algorithm_row
+    completions = _completions_per_row(config)
+    num_rows *= completions
     max_length = _max_length(config, context_length)
     size, accumulation = (config.trl.get(name) for name in _PER_RANK)
     total = config.batch_size
@@ -172,6 +178,11 @@ def derive_tune_batch(
         size = _micro_batches(total // world_size, most)[0]
     size, accumulation = _split(total // world_size, size, accumulation)
     _check_rows(algorithm, total, size, accumulation, num_rows=num_rows, world_size=world_size)
+    if total % completions:
+        raise ConfigError(
+            f"a step takes whole groups of the {completions} completions of a row (num_generations), and batch_size is "
+            f"{total}; e.g. --batch-size {completions * max(1, total // completions)}"
+        )
     if config.trl.get("packing") and config.steps is None:
         raise ConfigError(
             f"packing puts several rows into one sequence, and the steps of --epochs {config.epochs:g} are known only "
@@ -187,7 +198,16 @@ def derive_tune_batch(
         steps,
         round(steps * total / num_rows, 2),
         max_length,
+        completions,
     )
+
+
+def _completions_per_row(config: TuneConfig) -> int:
+    """The completions that the trainer writes for a row, each a row of its batch; 1 where it learns from given ones."""
+    defaults = config.algorithm_row.trl_defaults
+    if "num_iterations" not in defaults:
+        return 1
+    return int((defaults | config.trl)["num_generations"])
 
 
 def _max_length(config: TuneConfig, context_length: int | None) -> int | None:

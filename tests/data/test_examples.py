@@ -68,6 +68,14 @@ def test_rows_of_sft(
     assert load(tmp_path, "sft", [row], as_chat=as_chat).train == [expected]
 
 
+@pytest.mark.parametrize("method", ["sdft", "gold"])
+def test_who_needs_answers_refuses_texts(method: str, tmp_path: Path) -> None:
+    """The dry run took them, and the trainer ended in a traceback."""
+    more = {"trl": {"teacher_model_name_or_path": "t"}} if method == "gold" else {}
+    with pytest.raises(DataError, match="messages, or prompt and completion"):
+        load(tmp_path, method, [{"text": "2 + 2 = 4"}], **more)
+
+
 def test_a_conversation_stays_whole_for_a_loss_over_all_answers(tmp_path: Path) -> None:
     rows = [{"messages": [USER, ANSWER, USER, ANSWER]}]
     assert load(tmp_path, "sft", rows, trl={"assistant_only_loss": True}).train == rows

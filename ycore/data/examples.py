@@ -266,8 +266,10 @@ def _row_reader(config: TuneConfig, table: Table, *, as_chat: bool) -> RowReader
         table, RowNeeds(kind, as_chat, config.prompt_column, config.answer_column, whole)
     )
     if kind == "answers":
-        if reader.form is None and "text" not in table.columns:
-            raise _lacks(table, "messages, or prompt and completion, or text", _ANSWER_OPTIONS)
+        takes_text = not config.algorithm_row.experimental
+        if reader.form is None and not (takes_text and "text" in table.columns):
+            wanted = "messages, or prompt and completion" + ", or text" * takes_text
+            raise _lacks(table, wanted, _ANSWER_OPTIONS)
     elif kind == "labelled" and ("label" in table.columns or not reader.has_pairs):
         has_answer = reader.answer is not None or reader.form in CONVERSATIONS
         if reader.form is None or not has_answer or "label" not in table.columns:

@@ -559,6 +559,27 @@ def test_rows_that_are_all_too_long_end_the_run_in_a_line(place: Path, tmp_path:
         opened(place, tmp_path / "run", "reward", trl={"max_length": 4})
 
 
+@pytest.mark.parametrize("num_short", [0, 2])
+def test_held_out_rows_that_are_too_long_are_counted(
+    num_short: int, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were left out without a word, and where all were, nothing was measured."""
+    short = {"prompt": "?", "chosen": "a", "rejected": "b"}
+    long = {"prompt": "Why?" * 9, "chosen": "a", "rejected": "b"}
+    rows = [*[long] * 3, *[short] * num_short]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(short) + "\n" for _ in range(8)))
+    keys = {"dataset": str(pairs), "eval_dataset": str(held_out), "trl": {"max_length": 10}}
+    if num_short:
+        opened(place, tmp_path / "run", "reward", **keys).close()
+        assert "2 of 5 held-out rows fit into max_length, 10 tokens" in capsys.readouterr().out
+    else:
+        with pytest.raises(DataError, match=r"0 of 3 held-out rows fit.*--max-length"):
+            opened(place, tmp_path / "run", "reward", **keys)
+
+
 class StopAfter(TrainerCallback):
     """Asks the run to stop at the end of a step."""
 

@@ -75,6 +75,13 @@ class ExampleRun(TrainingRun):
                 f"{too_long} rows do not fit into max_length, {longest} tokens, and {num_rows} are left, fewer "
                 "than a micro-batch; raise --max-length"
             )
+        num_held_out = len(examples.held_out)
+        num_measured = len(self.trainer.eval_dataset or ())
+        if num_measured < num_held_out:
+            line = f"{num_measured} of {num_held_out} held-out rows fit into max_length, {longest} tokens"
+            if not num_measured:
+                raise DataError(f"{line}; raise --max-length, or say --held-out 0")
+            print(line, flush=True)
         if too_long > 0:
             print(
                 f"{too_long} rows do not fit into max_length, {longest} tokens, and are left out",

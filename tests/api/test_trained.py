@@ -57,6 +57,10 @@ def test_a_run_stands_for_its_model(run: Path) -> None:
         trained.trained_model(str(run), best=True)
     (run / "best").mkdir()
     assert trained.trained_model(str(run), best=True) == str(run / "best")
+    (run / "best").rmdir()
+    (run / "run.json").write_text(json.dumps({"config": {"algorithm": "eval"}}))
+    with pytest.raises(RunFolderError, match="is an evaluation; name the model"):
+        trained.trained_model(str(run), best=True)
 
 
 def test_a_reward_model_does_not_write(run: Path) -> None:
@@ -254,7 +258,7 @@ def test_a_card_holds_no_folder_of_the_machine(run: Path) -> None:
 def test_a_command_to_paste_is_quoted(tmp_path: Path) -> None:
     run = tmp_path / "läufe" / "eins zwei"
     run.mkdir(parents=True)
-    (run / "run.json").write_text("{}")
+    (run / "run.json").write_text('{"config": {}}')
     with pytest.raises(RunFolderError, match=f"`ycore resume '{run}'` goes on"):
         trained.trained_model(str(run))
 

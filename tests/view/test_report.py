@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 from ycore_cli.main import run as ycore
 
+from ycore.errors import RunFolderError
 from ycore.round.journal import Journal
 from ycore.run.claim import Claim
 from ycore.run.files import RunFolder
@@ -283,6 +284,12 @@ def test_several_runs_side_by_side(
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert runs[0]["device_seconds_per_informative_group"] == pytest.approx(5.0)
     assert "One run a setting" in page.read_text()
+
+
+def test_a_folder_of_runs_names_them(run: Path) -> None:
+    """It may be a pipeline's, or hold the evaluations of several models."""
+    with pytest.raises(RunFolderError, match=f"name one of those in it, {run.name}"):
+        read_run(run.parent)
 
 
 @pytest.mark.parametrize("problem", ["no run.json", "no step"])

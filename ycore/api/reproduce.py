@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ycore.config.algorithms import ALGORITHMS
-from ycore.run.files import RunFolder, read_json, write_json_atomic
+from ycore.run.files import RunFolder, json_safe, read_json, write_json_atomic
 from ycore.run.metrics import REWARD, Row, number, read_metrics
 from ycore.types import JsonObject, Record
 from ycore.view.report import read_run, write_report
@@ -84,7 +84,7 @@ def compare_seeds(
         "verdicts": [verdict._asdict() for verdict in verdicts],
         "page": str(page),
     }
-    write_json_atomic(root / "reproduce.json", result)
+    write_json_atomic(root / "reproduce.json", json_safe(result))
     lines = [(f"seed {run}", f"final {final:.3f}") for run, final in finals.items()]
     lines += [("", str(verdict)) for verdict in verdicts]
     if band is None:
@@ -133,7 +133,7 @@ def compare_settings(
             for stage, values in finals.items()
         ]
     rows = [*sorted(rows, key=lambda row: row["mean"], reverse=True), *ended]
-    write_json_atomic(root / "sweep.json", {"settings": rows})
+    write_json_atomic(root / "sweep.json", json_safe({"settings": rows}))
     lines = []
     for row in rows:
         half = row["half_95"]

@@ -48,11 +48,12 @@ def trained_model(name: str, *, best: bool = False) -> str:
     model = folder.best if best else folder.model
     if not model.is_dir():
         problem = "has saved no model yet"
+        way_out = f"`ycore resume {shlex.quote(str(folder.root))}` goes on with a stopped run"
         if best:
             problem = "kept no best model; say --keep-best when it trains"
-        raise RunFolderError(
-            f"the run {folder.root} {problem}; `ycore resume {shlex.quote(str(folder.root))}` goes on with a stopped run"
-        )
+        if stored_settings(name).get("algorithm") == "eval":
+            problem, way_out = "is an evaluation", "name the model that it measured"
+        raise RunFolderError(f"the run {folder.root} {problem}; {way_out}")
     return str(model)
 
 

@@ -108,8 +108,12 @@ def read_json(path: Path) -> JsonObject:
     try:
         return read_object(path)
     except FileNotFoundError:
+        inside = sorted(file.parent.name for file in path.parent.glob(f"*/{path.name}"))
+        way_out = "name the folder that --output named"
+        if inside:
+            way_out = f"name one of those in it, {', '.join(inside[:5])}"
         raise RunFolderError(
-            f"{path.parent} has no {path.name}, so it is no run's folder; name the folder that --output named"
+            f"{path.parent} has no {path.name}, so it is no run's folder; {way_out}"
         ) from None
     except ValueError as error:
         raise RunFolderError(
@@ -118,9 +122,8 @@ def read_json(path: Path) -> JsonObject:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON, null for NaN (`json_safe`); a kill leaves the old file or the new one."""
-    text = json.dumps(json_safe(value), indent=2, allow_nan=False)
-    write_bytes_atomic(path, f"{text}\n".encode())
+    """Replace `path` by `value` as JSON without NaN (see `json_safe`); a kill leaves the old file or the new one."""
+    write_bytes_atomic(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def named_by_content(path: Path, data: bytes) -> Path:

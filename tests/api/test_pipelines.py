@@ -464,12 +464,14 @@ def test_a_key_of_a_stage_is_over_a_default_in_any_spelling(
 
 
 def test_a_stage_that_only_samples_gets_no_default_of_training() -> None:
+    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
     defaults = {"report_to": "tensorboard", "learning_rate": 1e-5, "temperature": 0.5}
+    defaults |= thinking
     sft, pairs = configs(
         defaults=defaults, stages={"sft": {"dataset": "d"}, "grpo": ROLLOUTS, "pairs": ROLLOUTS}
     )[::2]
     assert sft.trl == {"report_to": "tensorboard", "learning_rate": 1e-5}
-    assert pairs.trl == {"temperature": 0.5}
+    assert pairs.trl == {"temperature": 0.5, **thinking}
 
 
 def test_a_pipeline_may_be_written_to_the_home_folder() -> None:

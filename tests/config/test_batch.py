@@ -273,7 +273,7 @@ def test_an_epoch_of_self_distillation_is_every_row_with_all_its_completions(
 
     whole = batch(epochs=1)
     assert (whole.batch_size, whole.steps, whole.epochs) == (8, 12, 1.0)
-    assert "1 rows x 8 completions" in str(whole)
+    assert "1 x 8 completions a step" in str(whole)
     assert batch(epochs=2, num_generations=4).steps == 12
     assert batch(num_rows=3, epochs=1).steps == 3
     with pytest.raises(ConfigError, match=r"num_generations.*--batch-size 8"):

@@ -159,7 +159,9 @@ def parse_pipeline(
 def _keys_of(command: str) -> set[str]:
     """Return the keys that a stage of this command has, TRL's fields among them; where it only samples, those of that."""
     entry = _entry_of(command)
-    fields = PLAIN_SAMPLING if entry.name == "eval" else entry.trl_fields
+    fields = set(entry.trl_fields)
+    if entry.name == "eval":
+        fields = {*PLAIN_SAMPLING, "chat_template_kwargs"}
     return {*entry.config.model_fields, *fields} - {"trl"}
 
 

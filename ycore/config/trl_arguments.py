@@ -85,7 +85,7 @@ class TuneBatch(_Batch):
         if self.completions_per_row == 1:
             return self._in_words(f"{self.batch_size} rows")
         num_rows = self.batch_size // self.completions_per_row
-        return self._in_words(f"{num_rows} rows x {self.completions_per_row} completions")
+        return self._in_words(f"{num_rows} x {self.completions_per_row} completions")
 
 
 def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPlan:

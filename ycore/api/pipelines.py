@@ -21,7 +21,7 @@ from itertools import combinations, groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ycore.api.evaluations import run_evaluations
 from ycore.api.run_settings import complete_config
@@ -79,6 +79,16 @@ class PipelineFile(Strict):
     defaults: JsonObject = Field(default_factory=dict)
     stages: Annotated[dict[str, JsonObject | None], Field(min_length=1)]
 
+    @field_validator("defaults")
+    @classmethod
+    def _flatten(cls, defaults: JsonObject) -> JsonObject:
+        """Put TRL's fields beside the other keys."""
+        fields = defaults.get("trl")
+        if not isinstance(fields, dict):
+            return defaults
+        others = {key: value for key, value in defaults.items() if key != "trl"}
+        return others | fields
+
 
 class Stage(NamedTuple):
     """One run of a pipeline, references replaced.
@@ -124,9 +134,6 @@ def parse_pipeline(
     for item in sets:
         _apply_set(declared, item)
     file = validated(PipelineFile, declared, what="a pipeline", error=ConfigError)
-    if isinstance(of_trl := file.defaults.get("trl"), dict):
-        del file.defaults["trl"]
-        file.defaults.update(of_trl)
     folder = Path(file.output or f"runs/{name}").expanduser()
     paths = {} if file.model is None else {"model": file.model}
     # The first model for every policy, and nothing else that is to come.
@@ -149,15 +156,20 @@ def parse_pipeline(
                     first_model = stage.check_keys["model"]
                 paths["model"] = model
                 stand_ins[f"{stage_name}.model"] = stand_ins["model"] = first_model
-    known = set[str]().union(*(_keys_of(stage.command) for stage in stages))
-    for key in sorted(file.defaults.keys() - known):
-        way_out = nearest(key, known) or "; TRL's fields stand there by their own names"
-        raise ConfigError(f"defaults: no stage has the key {key}{way_out}")
+    _check_defaults(file.defaults, stages)
     return Pipeline(folder, declared, stages)
 
 
+def _check_defaults(defaults: Record, stages: Iterable[Stage]) -> None:
+    """Raise ConfigError for a default that no stage takes."""
+    known = set[str]().union(*(_keys_of(stage.command) for stage in stages))
+    for key in sorted(defaults.keys() - known):
+        way_out = nearest(key, known) or "; take it out"
+        raise ConfigError(f"defaults: no stage has the key {key}{way_out}")
+
+
 def _keys_of(command: str) -> set[str]:
-    """Return the keys that a stage of this command has, TRL's fields among them; where it only samples, those of that."""
+    """Return the keys and TRL's fields of a stage; of TRL's, an evaluation takes those of sampling."""
     entry = _entry_of(command)
     fields = set(entry.trl_fields)
     if entry.name == "eval":
@@ -212,12 +224,12 @@ def _parse_stage(
         )
     fields = _keys_of(command)
     entry = _entry_of(command)
-    own_keys = keys_in(declared, entry)
+    stage_keys = keys_in(declared, entry)
     keys: JsonObject = {"model": "${model}"}
     keys |= {
         key: value
         for key, value in file.defaults.items()
-        if key in fields and not keys_in({key: value}, entry) & own_keys
+        if key in fields and not keys_in({key: value}, entry) & stage_keys
     }
     keys |= {key: value for key, value in declared.items() if key not in ("command", "compare")}
     if file.seed:

@@ -21,9 +21,13 @@ from ycore.view.report import read_run, write_report
 
 _WINDOW = 5  # steps of a trailing mean; one step's reward says little
 _METRICS = (
-    *(*REWARD, "rewards/accuracies", "accuracy", "mean_token_accuracy"),
+    *REWARD,
+    "rewards/accuracies",
+    "accuracy",
+    "mean_token_accuracy",
     "rewards/margins",
 )
+"""Runs are compared by the first of these that they have."""
 _LAST = 10  # steps whose mean is the run's final value, and a quarter of them at most
 _SHARE_INSIDE = 0.8  # of a run's steps
 # Student's t, 97.5 % quantile, by degrees of freedom from 0 (none) to 9, and the last for more.
@@ -144,7 +148,10 @@ def compare_settings(
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Return half the 95 % interval of the mean (Student's t, independent values); None of fewer than three known."""
+    """Return half the 95 % interval of the mean (Student's t, independent values).
+
+    None with fewer than three values, or where one is NaN.
+    """
     if len(values) < 3 or not all(map(math.isfinite, values)):
         return None
     quantile = _T_975[min(len(values), len(_T_975)) - 1]

@@ -203,7 +203,10 @@ def derive_tune_batch(
 
 
 def _completions_per_row(config: TuneConfig) -> int:
-    """The completions that the trainer writes for a row, each a row of its batch; 1 where it learns from given ones."""
+    """Return how many completions the trainer writes for a row; its batch counts them as rows.
+
+    1 where it learns from given answers, and for GOLD, whose batch counts the rows themselves.
+    """
     defaults = config.algorithm_row.trl_defaults
     if "num_iterations" not in defaults:
         return 1

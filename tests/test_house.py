@@ -33,7 +33,7 @@ ALL_SOURCES = [
     *sorted((ROOT / "tests").rglob("*.py")),
 ]
 
-MAX_TOKENS = 306_800
+MAX_TOKENS = 306_900
 MAX_TOKENS_PER_LINE = 8.17
 MAX_FILES = 203
 MAX_FUNCTION_TOKENS = 500
